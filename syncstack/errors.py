@@ -1,0 +1,152 @@
+"""Every error that syncstack raises on purpose, as one tree.
+
+::
+
+    SyncstackError                 base; carries observed / expected / consequence / next step
+    |-- UsageError                 the caller's input is wrong; nothing was started           (exit 2)
+    |   |-- SettingsError          an option or environment variable has a bad value
+    |   |-- ModelFolderError       a model folder without config, with missing or broken shards
+    |   |-- ProfileError           a seccomp profile that is unknown, malformed or not applicable
+    |   `-- ManifestMismatch       the engine holds another model: names, shapes or dtypes differ
+    |-- PlanError                  no transport can serve this link; lists why for each
+    |-- LinkError                  the data link between a trainer rank and an engine worker
+    |   |-- LinkRefused            the peer is not who it must be, or says no
+    |   |-- LinkLost               the peer went away
+    |   `-- ProtocolError          bytes that are not the protocol: bad frame, type, length, version
+    |-- TransportError             moving or mapping bytes failed
+    |   `-- DigestMismatch         what arrived is not what was sent
+    |-- EngineError                the engine's side of the transaction
+    |   |-- EngineUnreachable      no answer within the deadline, or the connection ended
+    |   |-- EngineBusy             another version's session is open
+    |   |-- EngineDirty            weights may be mixed; the engine refuses to serve
+    |   `-- LoadFailed             the engine's own loader failed
+    |-- RefitFailed                a refit ended without its version; names the phase and the state left behind
+    `-- DeadlineExceeded           a bounded wait ran out
+"""
+
+from __future__ import annotations
+
+
+class SyncstackError(Exception):
+    """Base of the tree.
+
+    The text says, in this order, what happened, what was observed and expected, what follows from it, and the next
+    command or change. Parts that do not apply are left out; ``str()`` is the whole, in one line.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        observed: str | None = None,
+        expected: str | None = None,
+        consequence: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        self.what = what
+        self.observed = observed
+        self.expected = expected
+        self.consequence = consequence
+        self.next_step = next_step
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        text = self.what
+        if self.observed is not None:
+            text += f" (observed: {self.observed}"
+            text += f"; expected: {self.expected})" if self.expected is not None else ")"
+        elif self.expected is not None:
+            text += f" (expected: {self.expected})"
+        if self.consequence:
+            text += f". {self.consequence}"
+        if self.next_step:
+            text += f". Next: {self.next_step}"
+        return text
+
+
+class UsageError(SyncstackError):
+    """The caller's input is wrong and nothing was started."""
+
+    exit_code = 2
+
+
+class SettingsError(UsageError):
+    """An option or environment variable has a value that cannot be used."""
+
+
+class ModelFolderError(UsageError):
+    """A model folder lacks its config, a shard, or holds something that cannot be read."""
+
+
+class ProfileError(UsageError):
+    """A seccomp profile is unknown, malformed, or cannot be applied by this process."""
+
+
+class ManifestMismatch(UsageError):
+    """The offered weights are not this engine's: names, shapes or dtypes differ. The engine kept its old weights."""
+
+
+class PlanError(SyncstackError):
+    """No transport can serve a link."""
+
+
+class LinkError(SyncstackError):
+    """The data link between one trainer rank and one engine worker."""
+
+
+class LinkRefused(LinkError):
+    """The peer has the wrong identity, or refused the request."""
+
+
+class LinkLost(LinkError):
+    """The peer closed the link or died."""
+
+
+class ProtocolError(LinkError):
+    """Bytes on a link or a control endpoint that are not the protocol."""
+
+
+class TransportError(SyncstackError):
+    """Moving or mapping bytes failed."""
+
+
+class DigestMismatch(TransportError):
+    """What arrived is not what was sent."""
+
+
+class EngineError(SyncstackError):
+    """The engine's side of the transaction."""
+
+
+class EngineUnreachable(EngineError):
+    """No answer within the deadline, or the connection ended before the answer."""
+
+
+class EngineBusy(EngineError):
+    """Another version's session is open on the engine."""
+
+
+class EngineDirty(EngineError):
+    """The engine's weights may be mixed; it refuses to serve until a full refit."""
+
+
+class LoadFailed(EngineError):
+    """The engine's own loader failed."""
+
+
+class RefitFailed(SyncstackError):
+    """A refit ended without publishing its version.
+
+    ``phase`` is the phase that failed; ``engine_state`` the state the engine was last known to be in.
+    """
+
+    def __init__(self, what: str, *, phase: str, engine_state: str = "unknown", next_step: str | None = None) -> None:
+        self.phase = phase
+        self.engine_state = engine_state
+        super().__init__(what, consequence=f"The engine is {engine_state}", next_step=next_step)
+
+
+class DeadlineExceeded(SyncstackError):
+    """A bounded wait ran out."""
