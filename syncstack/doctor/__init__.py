@@ -1,0 +1,1 @@
+"""Checks as records over :class:`syncstack.facts.Facts`, and their rendering."""

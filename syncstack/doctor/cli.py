@@ -1,0 +1,47 @@
+"""``syncstack doctor``: will a refit work here, and if not, what to change."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from syncstack.doctor import render
+from syncstack.doctor.examine import examine, exit_code, select, summary
+from syncstack.facts import collect
+from syncstack.settings import Settings
+
+
+class Output(Enum):
+    """Forms of output."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def doctor(
+    output: Annotated[Output, typer.Option("--output", "-o", help="Form of the output.")] = Output.TEXT,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show also what passed or was skipped.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Run this check only (repeatable).")] = None,
+    list_checks: Annotated[bool, typer.Option("--list", help="List the checks and run none.")] = False,
+    socket_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the sockets.  [env var: SYNCSTACK_SOCKET_DIR]", show_default=False)
+    ] = None,
+) -> None:
+    """Check what this process can do. Exit 0: nothing failed; 1: a check failed; 2: wrong use."""
+    checks = select(only or [])
+    console = Console(highlight=False)
+    if list_checks:
+        render.listing(console, checks)
+        return
+    facts = collect(socket_dir=Settings.load(socket_dir=socket_dir).socket_dir)
+    outcomes = examine(facts, checks)
+    line = summary(facts, outcomes)
+    if output is Output.JSON:
+        typer.echo(render.json(outcomes, line, facts))
+    else:
+        render.text(console, outcomes, line, verbose=verbose)
+    raise typer.Exit(exit_code(outcomes))
