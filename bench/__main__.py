@@ -1,0 +1,176 @@
+"""`make bench`: what host_fd costs, against a floor taken in the same run.
+
+One version of SmolLM2-135M's shapes (bf16, 269 MB) goes from this process to a worker's data socket in another: fill
+the segment, digest on both sides, hand over, map. The floor is one memcpy and one digest of the same bytes, taken
+between the moves. Reported are medians and their ratio; a machine's noise is in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from syncstack.transports.host_fd.sender import HostFdSender
+from syncstack.weights.digest import ALGORITHM, digest
+from syncstack.weights.manifest import resolve
+from syncstack.weights.source import ModuleSource
+from syncstack.wire import unix
+from syncstack.wire.link import Link, greet
+
+HIDDEN, MLP, LAYERS, VOCAB, KV = 576, 1536, 30, 49152, 192
+"""SmolLM2-135M."""
+
+
+def smollm2_shapes(dtype: torch.dtype) -> torch.nn.Module:
+    """A module with the names and shapes of SmolLM2-135M, filled with random numbers."""
+    root = torch.nn.Module()
+
+    def put(name: str, *shape: int) -> None:
+        module = root
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = getattr(module, part)
+        module.register_buffer(last, torch.randn(*shape).to(dtype))
+
+    put("model.embed_tokens.weight", VOCAB, HIDDEN)
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        for name, rows in (("q", HIDDEN), ("k", KV), ("v", KV)):
+            put(f"{layer}.self_attn.{name}_proj.weight", rows, HIDDEN)
+        put(f"{layer}.self_attn.o_proj.weight", HIDDEN, HIDDEN)
+        put(f"{layer}.mlp.gate_proj.weight", MLP, HIDDEN)
+        put(f"{layer}.mlp.up_proj.weight", MLP, HIDDEN)
+        put(f"{layer}.mlp.down_proj.weight", HIDDEN, MLP)
+        put(f"{layer}.input_layernorm.weight", HIDDEN)
+        put(f"{layer}.post_attention_layernorm.weight", HIDDEN)
+    put("model.norm.weight", HIDDEN)
+    return root
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+class Floor:
+    """One memcpy and one digest of the same number of bytes, in warm memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8)
+        self._target = torch.empty_like(self._source)
+        self._target.copy_(self._source)
+        self._view = memoryview(self._source.numpy())
+
+    def memcpy(self) -> None:
+        """torch's copy, with all of torch's threads."""
+        self._target.copy_(self._source)
+
+    def digest(self) -> None:
+        """One pass of the digest."""
+        digest(self._view)
+
+
+def measure(rounds: int, bucket_bytes: int) -> dict[str, list[float]]:
+    """Seconds of each kind, round by round; the first round, which faults the segment in, is kept apart."""
+    source = ModuleSource(smollm2_shapes(torch.bfloat16))
+    metas = source.metadata()
+    wanted = resolve(metas, metas, {})
+    floor = Floor(sum(meta.nbytes for meta in metas))
+    found: dict[str, list[float]] = {"memcpy": [], "digest": [], "host_fd": [], "first": [], "worker_digest": []}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "worker-0.sock"
+        child = subprocess.Popen(
+            [sys.executable, "-m", "bench.worker", str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdin and child.stdout
+        child.stdout.readline()
+        link = Link(unix.connect(path, deadline=time.monotonic() + 30))
+        greet(link, role="trainer", rank=0, deadline=time.monotonic() + 30)
+        sender = HostFdSender(bucket_bytes=bucket_bytes)
+
+        def move() -> None:
+            _, (staged,) = sender.stage(
+                source, wanted, [link], session=secrets.token_hex(8), version=1, deadline=time.monotonic() + 60
+            )
+            found["worker_digest"].append(staged.digest_s)
+
+        found["first"].append(timed(move))
+        for _ in range(rounds):
+            found["memcpy"].append(timed(floor.memcpy))
+            found["digest"].append(timed(floor.digest))
+            found["host_fd"].append(timed(move))
+        link.close()
+        child.stdin.close()
+        child.wait(timeout=30)
+    return found
+
+
+def summary(found: dict[str, list[float]], num_bytes: int) -> dict[str, Any]:
+    """Medians, rates and the ratio."""
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    base = medians["memcpy"] + medians["digest"]
+    return {
+        "bytes": num_bytes,
+        "rounds": len(found["host_fd"]),
+        "ms": {name: round(seconds * 1e3, 2) for name, seconds in medians.items()},
+        "gb_per_s": {name: round(num_bytes / seconds / 1e9, 2) for name, seconds in medians.items()},
+        "ratio_to_floor": round(medians["host_fd"] / base, 3),
+        "digest": ALGORITHM,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "kernel": platform.release()},
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the table."""
+    table = Table(title=f"host_fd, {result['bytes'] / 1e6:.0f} MB, median of {result['rounds']}")
+    for column in ("what", "ms", "GB/s"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    rows = {
+        "memcpy": "one memcpy (floor)",
+        "digest": f"one digest, {result['digest']} (floor)",
+        "host_fd": "host_fd: fill, digest on both sides, hand over",
+        "first": "host_fd, first time: also reserve and map",
+    }
+    for key, label in rows.items():
+        table.add_row(label, f"{result['ms'][key]:.1f}", f"{result['gb_per_s'][key]:.1f}")
+    Console().print(table)
+    Console().print(f"ratio to memcpy + digest: {result['ratio_to_floor']} (target: 1.2 or less)")
+
+
+def main() -> None:
+    """Measure, print, and write JSON where asked to."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--bucket-mib", type=int, default=16)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    num_bytes = sum(meta.nbytes for meta in ModuleSource(smollm2_shapes(torch.bfloat16)).metadata())
+    result = summary(measure(arguments.rounds, arguments.bucket_mib << 20), num_bytes)
+    show(result)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+main()

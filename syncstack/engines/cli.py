@@ -1,0 +1,64 @@
+"""``syncstack engine KIND``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from syncstack.settings import Settings
+
+app = typer.Typer(
+    no_args_is_help=True, help="Start an inference engine with syncstack's control endpoint beside its own server."
+)
+
+Model = Annotated[Path, typer.Option(envvar="SYNCSTACK_MODEL", help="Hugging Face model folder (safetensors).")]
+Name = Annotated[str, typer.Option(envvar="SYNCSTACK_ENGINE_NAME", help="Folder below the socket folder, and name.")]
+Host = Annotated[str, typer.Option(help="Address that the engine's own server listens on.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Port that the engine's own server listens on.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of the weights in the engine.")]
+SocketDir = Annotated[
+    Path | None, typer.Option(help="Folder shared with the trainer. [env: SYNCSTACK_SOCKET_DIR]", show_default=False)
+]
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def vllm(
+    context: typer.Context,
+    model: Model,
+    name: Name = "engine-0",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    dtype: Dtype = "bfloat16",
+    socket_dir: SocketDir = None,
+) -> None:
+    """Real vLLM. Arguments after `--` go to `vllm serve` as they are."""
+    from syncstack.engines.vllm.launch import launch
+
+    settings = Settings.load(socket_dir=socket_dir, engine_name=name)
+    launch(
+        model=model,
+        name=settings.engine_name,
+        socket_dir=settings.socket_dir,
+        host=host,
+        port=port,
+        dtype=dtype,
+        extra=context.args,
+    )
+
+
+@app.command()
+def reference(
+    model: Model,
+    name: Name = "engine-0",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    dtype: Dtype = "float32",
+    socket_dir: SocketDir = None,
+) -> None:
+    """A plain-torch engine for tests; serves one greedy request at a time."""
+    from syncstack.engines.reference.engine import serve
+
+    settings = Settings.load(socket_dir=socket_dir, engine_name=name)
+    serve(model=model, host=host, port=port, dtype=dtype, settings=settings)

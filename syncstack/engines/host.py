@@ -1,0 +1,74 @@
+"""Start the control endpoint of an engine, from inside the engine's own server process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+
+import msgspec
+
+from syncstack.errors import LoadFailed, UsageError
+from syncstack.refit.control import Control, EngineHost
+from syncstack.refit.http import ControlServer
+from syncstack.refit.messages import ErrorReply, WorkerInfo
+from syncstack.refit.state import EngineState
+from syncstack.settings import Settings
+from syncstack.wire import unix
+
+log = logging.getLogger(__name__)
+
+START_S = 120.0
+"""How long the workers may take to open their data sockets."""
+
+
+async def start_control(host: EngineHost, state: EngineState, settings: Settings) -> asyncio.Task[None]:
+    """Open every worker's data socket and serve the control endpoint; the engine is at version 0 from here on.
+
+    Returns the server's task; cancel it to stop. Raises UsageError when the socket folder cannot be used.
+    """
+    folder = settings.socket_dir / settings.engine_name
+    unix.prepare_folder(folder)
+    workers = []
+    for reply in await host.call_workers("info", "", START_S):
+        if "error" in reply:
+            raise ErrorReply(**reply["error"]).to_error()
+        workers.append(msgspec.convert(reply, WorkerInfo))
+    if not workers:
+        raise LoadFailed("the engine has no workers")
+    control = Control(
+        name=settings.engine_name,
+        host=host,
+        state=state,
+        workers=tuple(sorted(workers, key=lambda worker: worker.rank)),
+        heartbeat_s=settings.heartbeat_s,
+    )
+    sock = unix.listen(folder / "control.sock")
+    state.started()
+    log.info("engine %s: control endpoint at %s", settings.engine_name, folder / "control.sock")
+    return asyncio.get_running_loop().create_task(_serve(ControlServer(control), sock, folder))
+
+
+async def _serve(server: ControlServer, sock: object, folder: Path) -> None:
+    try:
+        await server.serve(sockets=[sock])  # type: ignore[list-item]
+    finally:
+        for path in folder.glob("*.sock"):
+            path.unlink(missing_ok=True)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise UsageError when ``port`` is taken: in a second, not after a minute of loading a model."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            raise UsageError(
+                f"port {port} cannot be listened on",
+                observed=str(error),
+                consequence="The engine was not started",
+                next_step="choose another --port",
+            ) from None

@@ -1,0 +1,111 @@
+"""The part of the vLLM adapter that lives in each worker process.
+
+Why a worker extension and not a registered weight-transfer engine: the base class of the latter changed its
+constructor and its abstract methods in 0.22, 0.25, 0.28 and 0.29, has no abort, and drops its session on an error
+without undoing what was half-loaded. ``--worker-extension-cls`` has kept one contract over all these releases (methods
+are added to the worker and reached by collective_rpc, whose arguments are plain data here), and leaves the transaction
+to us. The loading itself uses the three functions that vLLM's own engines use: initialize_layerwise_reload,
+``model.load_weights``, finalize_layerwise_reload. A direct ``load_weights`` would fail on CPU-packed layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from syncstack.engines.worker import EngineWorker
+from syncstack.settings import Settings
+
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""Relative error that a kernel may show against torch's own product of the same weights, by dtype."""
+
+
+class VllmLoader:
+    """Layer-wise reload of a vLLM model from views.
+
+    The reload keeps every incoming tensor until its layer is complete, then copies into the original storage. The
+    views stay valid for that long, so nothing is cloned.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._missed: list[str] = []
+
+    @property
+    def _model(self) -> Any:
+        return self._worker.model_runner.get_model()
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """See Loader."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model, runner = self._model, self._worker.model_runner
+        wanted = {name for name, _ in model.named_parameters()}
+        initialize_layerwise_reload(model)
+        loaded = model.load_weights(tensors)
+        finalize_layerwise_reload(model, self._worker.model_config)
+        for module in _tied_modules(model).values():
+            # The reload processes only layers that were given weights of their own. A tied head was given none, and
+            # on the CPU it goes on multiplying with the packed copy that it made of the old ones.
+            module.quant_method.process_weights_after_loading(module)
+        # A loader that does not say what it loaded cannot be checked this way; vLLM's own check skips it too.
+        self._missed = [] if loaded is None else sorted(wanted - set(loaded))
+        for hook in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            if hasattr(runner, hook):
+                getattr(runner, hook)()
+
+    def verify(self) -> list[str]:
+        """See Loader. Also names tied layers that compute with other weights than they hold."""
+        stale = [name for name, module in _tied_modules(self._model).items() if not _computes_with_its_weight(module)]
+        return [*self._missed, *(f"{name} (its packed copy is stale)" for name in stale)]
+
+    def recover(self) -> None:
+        """See Loader. Finalizing processes the half-loaded layers and resets their book-keeping."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self._model, self._worker.model_config)
+
+
+def _tied_modules(model: Any) -> dict[str, Any]:
+    """Modules whose weight belongs to another module (a tied output head), by the weight's second name."""
+    own = {name for name, _ in model.named_parameters()}
+    tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in own]
+    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in tied}
+    return {name: module for name, module in modules.items() if getattr(module, "quant_method", None) is not None}
+
+
+def _computes_with_its_weight(module: Any) -> bool:
+    """Multiply a fixed vector through the layer's kernel and through torch, and compare."""
+    weight = module.weight
+    if weight.ndim != 2 or not weight.numel():
+        return True
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(1, weight.shape[1], generator=generator).to(device=weight.device, dtype=weight.dtype)
+    with torch.inference_mode():
+        found = module.quant_method.apply(module, probe).float()
+        expected = torch.nn.functional.linear(probe.float(), weight.float())
+    error = (found - expected).norm() / expected.norm().clamp_min(1e-30)
+    return bool(error <= PROBE_TOLERANCE.get(weight.dtype, 2e-2))
+
+
+class SyncstackWorker:
+    """vLLM adds this to its worker's bases: the names must not clash with any of the worker's own."""
+
+    def syncstack_call(self, op: str, session: str = "") -> dict[str, Any]:
+        """Run one operation (see ``engines/worker.py``). The first call opens the data socket.
+
+        Lazily, because the hook for extensions (``init_worker_extension``) came only with 0.33.
+        """
+        worker: EngineWorker | None = self.__dict__.get("_syncstack")
+        if worker is None:
+            settings = Settings.load()
+            worker = EngineWorker(
+                VllmLoader(self),
+                folder=settings.socket_dir / settings.engine_name,
+                rank=self.rank,  # type: ignore[attr-defined]
+                link_s=settings.link_s,
+            )
+            self.__dict__["_syncstack"] = worker
+        return worker.call(op, session)

@@ -1,0 +1,102 @@
+"""What every engine's worker does with a staged version, whatever the engine.
+
+The engine's adapter supplies a Loader; its front end reaches ``EngineWorker.call`` by the engine's own means (vLLM's
+collective_rpc, a method call in the reference engine). Only plain data crosses: names of operations, session ids,
+dicts of numbers and texts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from syncstack.errors import LoadFailed, SyncstackError
+from syncstack.facts import collect
+from syncstack.refit.messages import ErrorReply, WorkerInfo
+from syncstack.transports.endpoint import WorkerEndpoint
+from syncstack.wire.link import PROCESS_NONCE
+
+MAX_LISTED = 10
+
+
+class Loader(Protocol):
+    """An engine's own way to take a full set of weights, in checkpoint names."""
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load everything; may keep the views until it returns, must not write into them. Raises on any failure."""
+        ...
+
+    def verify(self) -> list[str]:
+        """Names of the engine's own parameters that the last load did not fill; empty when all were."""
+        ...
+
+    def recover(self) -> None:
+        """After a failed load: forget half-loaded layers, so that the next full load starts afresh."""
+        ...
+
+
+class EngineWorker:
+    """One worker: its data socket, and the operations of the transaction. ``call`` never raises."""
+
+    def __init__(self, loader: Loader, *, folder: Path, rank: int, link_s: float) -> None:
+        self._loader = loader
+        self._rank = rank
+        self._endpoint = WorkerEndpoint(folder / f"worker-{rank}.sock", rank=rank, link_s=link_s)
+
+    def info(self) -> WorkerInfo:
+        """Who this worker is, with its own facts: they decide, not the front end's."""
+        return WorkerInfo(rank=self._rank, socket=self._endpoint.path.name, nonce=PROCESS_NONCE, facts=collect())
+
+    def call(self, op: str, session: str = "") -> dict[str, Any]:
+        """Run ``info``, ``load``, ``verify`` or ``finish``; a failure comes back as ``{"error": ...}``."""
+        try:
+            if op == "info":
+                info: dict[str, Any] = msgspec.to_builtins(self.info())
+                return info
+            if op == "load":
+                return self._load(session)
+            if op == "verify":
+                return self._verify(session)
+            if op == "finish":
+                self._endpoint.drop(session)
+                return {}
+            raise LoadFailed(f"unknown operation {op!r}")
+        except SyncstackError as error:
+            return {"error": msgspec.to_builtins(ErrorReply.of(error))}
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises goes back as data
+            failed = LoadFailed(f"worker {self._rank} failed in {op}", observed=f"{type(error).__name__}: {error}")
+            return {"error": msgspec.to_builtins(ErrorReply.of(failed))}
+
+    def _load(self, session: str) -> dict[str, Any]:
+        version = self._endpoint.take(session)
+        begin = time.perf_counter()
+        try:
+            self._loader.load(version.views())
+            version.check_unchanged()
+        except BaseException:
+            self._loader.recover()
+            raise
+        return {"load_s": time.perf_counter() - begin, "tensors": len(version.offer.tensors)}
+
+    def _verify(self, session: str) -> dict[str, Any]:
+        self._endpoint.take(session).check_unchanged()
+        missed = self._loader.verify()
+        if missed:
+            more = f" and {len(missed) - MAX_LISTED} more" if len(missed) > MAX_LISTED else ""
+            raise LoadFailed(
+                "the engine's loader took the weights but left parameters as they were: "
+                + ", ".join(sorted(missed)[:MAX_LISTED])
+                + more,
+                expected="every parameter filled",
+                next_step="this model's loader drops names; report it with the model's architecture",
+            )
+        return {"tensors": len(self._endpoint.take(session).offer.tensors)}
+
+    def close(self) -> None:
+        """Close the data socket and every link."""
+        self._endpoint.close()

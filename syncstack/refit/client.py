@@ -1,0 +1,212 @@
+"""The trainer's end of an engine's control endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from syncstack.errors import (
+    DeadlineExceeded,
+    EngineUnreachable,
+    LinkRefused,
+    ProtocolError,
+    SyncstackError,
+    UsageError,
+)
+from syncstack.refit.messages import BeginRequest, EngineInfo, ErrorReply, LeaseLine, StepReply, StepRequest
+from syncstack.refit.state import StateReport
+from syncstack.settings import Settings
+from syncstack.weights.meta import ParamMeta
+from syncstack.wire import unix
+from syncstack.wire.link import Link, greet
+from syncstack.wire.messages import PROTOCOL_VERSION
+
+T = TypeVar("T")
+
+BEATS_BEFORE_LOST = 4
+"""Heartbeats that may fail to come before a lease is given up."""
+
+
+class Lease:
+    """A session as the engine sees it: lives as long as the ``begin`` stream, which a thread of ours reads."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+        self.ended = ""
+        """How the session ended, once it has."""
+        self._over = threading.Event()
+        threading.Thread(target=self._read, name="syncstack-lease", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            for line in self._response.iter_lines():
+                self.ended = msgspec.json.decode(line, type=LeaseLine).ended
+                if self.ended:
+                    break
+            else:
+                self.ended = "the engine closed the session's stream"
+        except (httpx.HTTPError, httpx.StreamError, msgspec.DecodeError, OSError) as error:
+            self.ended = f"the engine's control endpoint went away ({error or type(error).__name__})"
+        finally:
+            self._over.set()
+
+    def over(self) -> bool:
+        """Whether the session has ended, for any reason."""
+        return self._over.is_set()
+
+    def close(self) -> None:
+        """Give the session up: the engine ends it if it is still open."""
+        # Closing a response that another thread reads is not allowed to raise for us.
+        with contextlib.suppress(httpx.HTTPError, RuntimeError, OSError):
+            self._response.close()
+
+
+class EngineClient:
+    """One engine, as a trainer rank sees it. Not thread-safe, except that ``close`` may interrupt a call."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._http = self._new_http()
+        self.info: EngineInfo = self._call("GET", "/hello", EngineInfo, deadline_s=settings.control_s)
+        if self.info.protocol != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"engine {self.info.name} speaks another protocol version",
+                observed=str(self.info.protocol),
+                expected=str(PROTOCOL_VERSION),
+                next_step="run the same syncstack release on both sides",
+            )
+
+    @classmethod
+    def connect(cls, address: str, *, settings: Settings) -> EngineClient:
+        """Wait until the engine at ``unix:FOLDER`` answers, at most ``settings.engine_ready_s``.
+
+        Raises UsageError for an address of another form and EngineUnreachable when the time is up.
+        """
+        scheme, _, path = address.partition(":")
+        if scheme != "unix" or not path.startswith("/"):
+            raise UsageError(
+                f"engine address {address!r} cannot be used",
+                expected="unix:/folder/of/the/engine",
+                next_step="fix --engine",
+            )
+        folder = Path(path)
+        if not folder.parent.is_dir():
+            raise UsageError(
+                f"socket folder {folder.parent} does not exist here",
+                next_step="mount the volume that the engine uses at SYNCSTACK_SOCKET_DIR",
+            )
+        deadline = time.monotonic() + settings.engine_ready_s
+        while True:
+            try:
+                unix.connect(folder / "control.sock", deadline=min(deadline, time.monotonic() + 1.0)).close()
+                return cls(folder, settings)
+            except EngineUnreachable as error:
+                if time.monotonic() >= deadline or isinstance(error.__cause__, LinkRefused):
+                    raise EngineUnreachable(
+                        f"engine {folder.name} did not become ready within {settings.engine_ready_s:g} s",
+                        observed=str(error),
+                        next_step="look at the engine's log; is the same volume mounted in both containers?",
+                    ) from None
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        return self.info.name
+
+    @property
+    def address(self) -> str:
+        """Where it was connected to, as given to ``connect``."""
+        return f"unix:{self._folder}"
+
+    def _new_http(self) -> httpx.Client:
+        transport = httpx.HTTPTransport(uds=str(self._folder / "control.sock"))
+        return httpx.Client(transport=transport, base_url="http://engine", timeout=self._settings.control_s)
+
+    def _call(self, method: str, path: str, kind: type[T], *, body: object = None, deadline_s: float) -> T:
+        content = None if body is None else msgspec.json.encode(body)
+        try:
+            response = self._http.request(method, path, content=content, timeout=deadline_s)
+        except httpx.TimeoutException:
+            raise DeadlineExceeded(
+                f"engine {self._folder.name} did not answer {path} within {deadline_s:g} s"
+            ) from None
+        except (httpx.HTTPError, RuntimeError, OSError) as error:
+            raise EngineUnreachable(
+                f"engine {self._folder.name} went away during {path}", observed=str(error) or type(error).__name__
+            ) from None
+        return self._decode(response, kind)
+
+    def _decode(self, response: httpx.Response, kind: type[T]) -> T:
+        try:
+            if response.status_code == httpx.codes.OK:
+                return msgspec.json.decode(response.content, type=kind)
+            failure: SyncstackError = msgspec.json.decode(response.content, type=ErrorReply).to_error()
+        except msgspec.DecodeError as error:
+            failure = ProtocolError(
+                f"engine {self._folder.name} answered with something else",
+                observed=f"status {response.status_code}: {error}",
+            )
+        raise failure
+
+    def state(self) -> StateReport:
+        """The engine's state now."""
+        return self._call("GET", "/state", StateReport, deadline_s=self._settings.control_s)
+
+    def begin(self, session: str, version: int, tensors: tuple[ParamMeta, ...]) -> Lease:
+        """Open a session. Raises ManifestMismatch or EngineBusy; nothing has changed then."""
+        body = msgspec.json.encode(BeginRequest(session=session, version=version, tensors=tensors))
+        # A read timeout on the stream is the heartbeat's: an engine that is stopped is noticed without our asking.
+        silence = self._settings.heartbeat_s * BEATS_BEFORE_LOST + 1.0
+        timeout = httpx.Timeout(self._settings.control_s, read=max(silence, 2.0))
+        request = self._http.build_request("POST", "/begin", content=body, timeout=timeout)
+        try:
+            response = self._http.send(request, stream=True)
+            if response.status_code != httpx.codes.OK:
+                response.read()
+        except (httpx.HTTPError, OSError) as error:
+            raise EngineUnreachable(f"engine {self.name} went away during /begin", observed=str(error)) from None
+        if response.status_code != httpx.codes.OK:
+            self._decode(response, LeaseLine)
+        return Lease(response)
+
+    def step(self, name: str, request: StepRequest, *, deadline_s: float) -> StepReply:
+        """One step of the transaction; blocks until the engine has done it."""
+        return self._call("POST", f"/{name}", StepReply, body=request, deadline_s=deadline_s)
+
+    def open_links(self, rank: int) -> list[Link]:
+        """A data link to every worker, in rank order."""
+        links: list[Link] = []
+        try:
+            for worker in self.info.workers:
+                deadline = time.monotonic() + self._settings.link_s
+                link = Link(unix.connect(self._folder / Path(worker.socket).name, deadline=deadline))
+                links.append(link)
+                peer = greet(link, role="trainer", rank=rank, deadline=deadline)
+                if peer.nonce != worker.nonce or peer.rank != worker.rank:
+                    raise LinkRefused(
+                        f"another process answers on the socket of {self.name}'s worker {worker.rank}",
+                        observed=f"rank {peer.rank}, {peer.nonce}",
+                        expected=f"rank {worker.rank}, {worker.nonce}",
+                        next_step="connect to the engine anew: it was restarted",
+                    )
+        except BaseException:
+            for link in links:
+                link.close()
+            raise
+        return links
+
+    def reset(self) -> None:
+        """Drop every connection; a call that another thread has in flight ends with EngineUnreachable."""
+        self._http.close()
+        self._http = self._new_http()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()

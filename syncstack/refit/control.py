@@ -1,0 +1,204 @@
+"""The engine's half of the transaction: the control endpoint over one engine.
+
+The trainer's life is known by its lease: ``begin`` answers with a stream that stays open as long as the session, and
+when the trainer dies the kernel closes it. No step is guessed after that: the session ends as its state says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from syncstack.errors import DeadlineExceeded, LoadFailed, SyncstackError
+from syncstack.refit.messages import BeginRequest, EngineInfo, ErrorReply, StepReply, StepRequest, WorkerInfo
+from syncstack.refit.state import EngineState, Step
+from syncstack.settings import PauseMode
+from syncstack.weights.manifest import compare
+from syncstack.weights.meta import ParamMeta
+from syncstack.wire.messages import PROTOCOL_VERSION
+
+log = logging.getLogger(__name__)
+
+
+class EngineHost(Protocol):
+    """What an engine's adapter offers to the control endpoint. All calls are made one at a time."""
+
+    kind: str
+    kind_version: str
+    model: str
+    dtype: str
+    tensors: tuple[ParamMeta, ...]
+
+    async def call_workers(self, op: str, session: str, deadline_s: float) -> list[dict[str, Any]]:
+        """Run ``op`` in every worker (see ``engines/worker.py``) and return what each answered, by rank."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating; running requests end, are aborted, or freeze. Paused already: nothing."""
+        ...
+
+    async def publish(self, version: int) -> None:
+        """Drop every cache that old weights made, and set the engine's own version. Must raise if it could not."""
+        ...
+
+    async def resume(self) -> None:
+        """Generate again. Not paused: nothing."""
+        ...
+
+
+class Control:
+    """One engine's sessions. All methods run on one event loop; steps are serialised by one lock."""
+
+    def __init__(
+        self, *, name: str, host: EngineHost, state: EngineState, workers: tuple[WorkerInfo, ...], heartbeat_s: float
+    ) -> None:
+        self._name = name
+        self._host = host
+        self.state = state
+        self._workers = workers
+        self._heartbeat_s = heartbeat_s
+        self._lock = asyncio.Lock()
+        self._ended: dict[str, str] = {}
+
+    def hello(self) -> EngineInfo:
+        """Who this engine is and what it expects."""
+        host = self._host
+        return EngineInfo(
+            protocol=PROTOCOL_VERSION,
+            name=self._name,
+            kind=host.kind,
+            kind_version=host.kind_version,
+            model=host.model,
+            dtype=host.dtype,
+            tensors=host.tensors,
+            workers=self._workers,
+            state=self.state.report(),
+        )
+
+    async def begin(self, request: BeginRequest) -> None:
+        """Check the offer and open a session. Raises ManifestMismatch or EngineBusy and changes nothing then."""
+        compare(request.tensors, self._host.tensors)
+        async with self._lock:
+            self.state.begin(request.version, request.session)
+        log.info("version %d: session %s is open", request.version, request.session)
+
+    async def lease(self, session: str) -> AsyncGenerator[str, None]:
+        """Yields "" at every heartbeat and at last how the session ended. Closed early: the trainer has gone."""
+        try:
+            while self.state.session == session:
+                yield ""
+                await asyncio.sleep(self._heartbeat_s)
+            yield self._ended.pop(session, "another session took its place")
+        finally:
+            if self.state.session == session:
+                # The trainer went away. Finish in a task of our own: this one is being cancelled.
+                task = asyncio.get_running_loop().create_task(self._abandon(session))
+                _TASKS.add(task)
+                task.add_done_callback(_TASKS.discard)
+
+    async def _abandon(self, session: str) -> None:
+        async with self._lock:
+            if self.state.session == session:
+                await self._abort("its trainer went away")
+
+    async def step(self, name: str, request: StepRequest) -> StepReply:
+        """Run one step of the transaction under the lock."""
+        async with self._lock:
+            workers = await getattr(self, f"_step_{name}")(request)
+        return StepReply(state=self.state.report(), workers=tuple(workers or ()))
+
+    async def _step_pause(self, request: StepRequest) -> None:
+        self.state.advance(Step.PAUSED, request.session)  # the gate closes before the engine drains
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                await self._host.pause(request.mode)
+        except TimeoutError:
+            await self._abort("pause did not end")
+            raise DeadlineExceeded(
+                f"running requests did not end within {request.deadline_s:g} s",
+                consequence=f"The engine goes on serving version {self.state.version}",
+                next_step="raise SYNCSTACK_PAUSE_S, or set SYNCSTACK_PAUSE_MODE=abort",
+            ) from None
+        except Exception as error:
+            await self._abort(f"pause failed: {error}")
+            raise
+
+    async def _step_load(self, request: StepRequest) -> list[dict[str, Any]]:
+        self.state.advance(Step.LOADING, request.session)
+        return await self._on_workers("load", request)
+
+    async def _step_verify(self, request: StepRequest) -> list[dict[str, Any]]:
+        self.state.check_session(request.session)
+        replies = await self._on_workers("verify", request)
+        self.state.advance(Step.VERIFIED, request.session)
+        return replies
+
+    async def _on_workers(self, op: str, request: StepRequest) -> list[dict[str, Any]]:
+        """Run ``op`` everywhere; any failure from here on makes the engine dirty."""
+        try:
+            replies = await self._host.call_workers(op, request.session, request.deadline_s)
+            for reply in replies:
+                if "error" in reply:
+                    raise ErrorReply(**reply["error"]).to_error()
+            if len(replies) != len(self._workers):
+                raise LoadFailed(f"{len(replies)} of {len(self._workers)} workers answered {op}")
+        except SyncstackError as error:
+            await self._abort(f"{op} failed: {error}")
+            raise
+        except Exception as error:
+            # Whatever an engine raises, its weights are unknown now.
+            await self._abort(f"{op} failed: {error}")
+            raise LoadFailed(f"the engine failed in {op}", observed=f"{type(error).__name__}: {error}") from error
+        return replies
+
+    async def _step_commit(self, request: StepRequest) -> None:
+        self.state.check_session(request.session)
+        assert self.state.target is not None
+        try:
+            await self._host.publish(self.state.target)
+        except Exception as error:
+            await self._abort(f"caches could not be flushed: {error}")
+            if isinstance(error, SyncstackError):
+                raise
+            raise LoadFailed("the engine could not publish its version", observed=str(error)) from error
+        self.state.advance(Step.COMMITTED, request.session)
+        await self._finish(request.session)
+        log.info("version %d is in", self.state.version)
+
+    async def _step_resume(self, request: StepRequest) -> None:
+        self.state.check_session(request.session)
+        if self.state.step is Step.COMMITTED:
+            await self._host.resume()
+        self._ended[request.session] = f"version {self.state.version} serves"
+        self.state.resume(request.session)
+
+    async def _step_abort(self, request: StepRequest) -> None:
+        if self.state.session is None:
+            return  # it ended already, as the state in the reply says
+        self.state.check_session(request.session)
+        await self._abort(request.reason or "the trainer aborted it")
+
+    async def _abort(self, reason: str) -> None:
+        session = self.state.session
+        if session is None:
+            return
+        paused = self.state.step is not Step.OPEN
+        await self._finish(session)
+        self.state.abort(reason)
+        self._ended[session] = f"aborted: {reason}; the engine is {self.state.step}"
+        if self.state.step is Step.SERVING and paused:
+            await self._host.resume()
+        log.warning("session %s ended: %s; the engine is %s", session, reason, self.state.step)
+
+    async def _finish(self, session: str) -> None:
+        """Let every worker drop the session. It holds memory only, so a failure changes nothing but a log line."""
+        try:
+            await self._host.call_workers("finish", session, 10.0)
+        except Exception:
+            log.exception("a worker could not drop session %s", session)
+
+
+_TASKS: set[asyncio.Task[None]] = set()
+"""Keeps running clean-ups alive: the event loop holds tasks weakly."""

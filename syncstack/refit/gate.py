@@ -1,0 +1,67 @@
+"""The gate before an engine's own routes: nothing unverified serves, and every answer names its version.
+
+A plain ASGI middleware, so that it fits any engine's server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from syncstack.refit.state import EngineState, Step
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+VERSION_HEADER = b"x-syncstack-version"
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/v1/models"})
+"""Read-only routes that neither generate nor touch weights: always let through."""
+
+
+class Gate:
+    """Refuses every request that could generate while the weights are not verified.
+
+    A refused request gets 503 and, while an update is on, ``Retry-After: 1``. Version is that of the moment when the
+    request was let in: with ``pause_mode=keep`` a request that is frozen over an update ends under the next one.
+    """
+
+    def __init__(self, app: App, state: EngineState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, or answer for the engine."""
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
+            await self._app(scope, receive, send)
+            return
+        if not self._state.accepts_requests:
+            await self._refuse(scope, send)
+            return
+        version = str(self._state.version).encode()
+
+        async def with_version(message: Message) -> None:
+            if message["type"] in ("http.response.start", "websocket.accept"):
+                message["headers"] = [*message.get("headers", ()), (VERSION_HEADER, version)]
+            await send(message)
+
+        await self._app(scope, receive, with_version)
+
+    async def _refuse(self, scope: Scope, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1013, "reason": "weights are not verified"})
+            return
+        state = self._state
+        dirty = state.step is Step.DIRTY or bool(state.reason)
+        updating = f"weights are being updated ({state.step})"
+        message = f"the engine refuses to serve: {state.reason}" if dirty else updating
+        error = {"message": message, "type": "engine_dirty" if dirty else "engine_updating", "code": 503}
+        headers = [(b"content-type", b"application/json"), (VERSION_HEADER, str(state.version).encode())]
+        if not dirty:
+            headers.append((b"retry-after", b"1"))
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})

@@ -1,0 +1,31 @@
+"""What one refit did: the record that ``report.json``, the live table and the metrics are made from."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RefitReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One version moved into one engine. Times are seconds, sizes bytes."""
+
+    version: int
+    engine: str
+    transport: str
+    why_not: dict[str, str]
+    """For each transport that would have been better: the fact that ruled it out."""
+    bytes: int
+    tensors: int
+    seconds: float
+    """Wall time of the whole transaction, from begin to resume."""
+    transport_seconds: float
+    """Wall time of the bytes alone: fill, digest on both sides, hand-over, map."""
+    paused_seconds: float
+    """How long the engine did not serve: pause to resume."""
+    gb_per_s: float
+    """``bytes / transport_seconds / 1e9``."""
+    phases: dict[str, float]
+    """Seconds per phase, in order: begin, stage, pause, load, verify, commit, resume."""
+    digests_equal: int
+    """Tensors whose digest, as read by the engine, equals the trainer's. Equal to ``tensors`` or the refit failed."""
+    cast_bytes: int = 0
+    """Source bytes that were cast to the engine's dtype on the way."""

@@ -1,0 +1,61 @@
+"""Every option, typed, with its environment name. Nothing below this module and the CLI reads the environment.
+
+An option ``x`` is read from ``SYNCSTACK_X``. Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from syncstack.errors import SettingsError
+
+PauseMode = Literal["wait", "abort", "keep"]
+
+
+class Settings(BaseSettings):
+    """All options of trainer and engine. Build it once, at the edge, and pass it down."""
+
+    model_config = SettingsConfigDict(env_prefix="SYNCSTACK_", frozen=True, extra="ignore")
+
+    socket_dir: Path = Path("/run/syncstack")
+    """Folder shared by trainer and engine; each engine has a sub-folder of mode 0700 in it."""
+    engine_name: str = Field(default="engine-0", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of this engine: its folder below ``socket_dir``, and its name in every report."""
+    profile: str = "unknown"
+    """Name of the seccomp profile the container was started with. Only reported; the facts are probed."""
+    transport: str = "auto"
+    """``auto``, or transport names in order of preference, separated by commas."""
+    engine_ready_s: float = Field(default=300.0, gt=0)
+    """How long to wait for an engine to answer its control endpoint."""
+    control_s: float = Field(default=30.0, gt=0)
+    """Deadline of each control call that does not move or load weights."""
+    link_s: float = Field(default=30.0, gt=0)
+    """Deadline of each wait on a data link."""
+    load_s: float = Field(default=300.0, gt=0)
+    """Deadline of the engine's own loader."""
+    pause_mode: PauseMode = "wait"
+    """What happens to running requests: finish them, abort them, or freeze them over the update."""
+    pause_s: float = Field(default=120.0, gt=0)
+    """Deadline for running requests to end when ``pause_mode`` is ``wait``."""
+    heartbeat_s: float = Field(default=0.5, gt=0)
+    """Interval of the lease's heartbeat. A silent peer is given up after four of them."""
+    bucket_bytes: int = Field(default=16 << 20, ge=4096)
+    """Bytes after which the receiver is told what it may read already."""
+
+    @classmethod
+    def load(cls, **overrides: Any) -> Settings:
+        """Settings from the environment and ``overrides`` (None means: not given); SettingsError on bad values."""
+        try:
+            return cls(**{name: value for name, value in overrides.items() if value is not None})
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"])
+            raise SettingsError(
+                f"setting {name} cannot be used: {first['msg']}",
+                observed=repr(first.get("input")),
+                next_step=f"set SYNCSTACK_{name.upper()} or the option of that name to a valid value",
+            ) from None

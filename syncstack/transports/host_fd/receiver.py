@@ -1,0 +1,138 @@
+"""The worker's half of ``host_fd``: map the sender's segment read-only, digest what comes, hand out views.
+
+Nothing is copied: the engine's loader reads the sender's memory. The rule of ownership: from Staged until the session
+is finished the segment belongs to the receiver, and the sender does not write it. The generation in its header makes a
+breach visible: it is compared before every tensor that is handed out and once more after the last.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from syncstack.errors import DigestMismatch, ProtocolError, TransportError
+from syncstack.transports.host_fd.segment import ReceiverSegment
+from syncstack.weights.digest import digest
+from syncstack.weights.manifest import TensorSlot, check_slots
+from syncstack.wire.messages import BucketReady, Offer, Staged
+
+
+class StagedVersion:
+    """One version on its way into the engine: the offer, and how much of it was verified."""
+
+    def __init__(self, offer: Offer, segment: ReceiverSegment, map_s: float) -> None:
+        self.offer = offer
+        self._segment = segment
+        self._map_s = map_s
+        self._digest_s = 0.0
+        self._verified = 0
+        self._complete = False
+        self.lost = False
+        """Set when the link ended; the bytes stay readable, but nobody vouches for the rest of the transaction."""
+
+    def read_bucket(self, bucket: BucketReady) -> None:
+        """Digest the tensors of one bucket and compare; raises DigestMismatch that names the first that differs."""
+        slots = self.offer.tensors[bucket.first : bucket.first + len(bucket.digests)]
+        if bucket.first != self._verified or len(slots) != len(bucket.digests):
+            raise ProtocolError(
+                "buckets out of order",
+                observed=f"tensors {bucket.first}..{bucket.first + len(bucket.digests)}",
+                expected=f"from {self._verified}, at most {len(self.offer.tensors)}",
+            )
+        begin = time.perf_counter()
+        data = self._segment.data
+        for slot, expected in zip(slots, bucket.digests, strict=True):
+            found = digest(data[slot.offset : slot.offset + slot.nbytes])
+            if found != expected:
+                raise DigestMismatch(
+                    f"{slot.name} arrived with another content",
+                    observed=found,
+                    expected=expected,
+                    consequence="The engine kept its old weights",
+                )
+            self._verified += 1
+        self._digest_s += time.perf_counter() - begin
+
+    def finish_staging(self) -> Staged:
+        """All buckets were announced: everything must be verified and the sender must have stopped writing."""
+        if self._verified != len(self.offer.tensors):
+            raise ProtocolError(
+                "the stage ended early",
+                observed=f"{self._verified} tensors",
+                expected=f"{len(self.offer.tensors)} tensors",
+            )
+        self.check_unchanged()
+        self._complete = True
+        return Staged(
+            session=self.offer.session, digests_equal=self._verified, map_s=self._map_s, digest_s=self._digest_s
+        )
+
+    def check_unchanged(self) -> None:
+        """Raise TransportError if the sender has written since the version was complete."""
+        found = self._segment.generation
+        if found != self.offer.generation:
+            raise TransportError(
+                "the sender wrote its segment while the engine was reading it",
+                observed=f"generation {found}",
+                expected=f"generation {self.offer.generation}",
+            )
+
+    def views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """``(name, tensor)`` for every tensor of the version: read-only views, valid while they are referenced.
+
+        A loader that keeps them until its layer is complete (vLLM's layer-wise reload) may do so without a copy. A
+        loader must not write into them: the pages are mapped read-only.
+        """
+        if not self._complete:
+            raise ProtocolError("load was asked for before every tensor was verified")
+        for slot in self.offer.tensors:
+            self.check_unchanged()
+            yield slot.name, _view(self._segment.data, slot)
+
+    def close(self) -> None:
+        """Refuse further use. The mapping belongs to the link."""
+        self._complete = False
+
+
+def _view(data: memoryview, slot: TensorSlot) -> torch.Tensor:
+    dtype = getattr(torch, slot.dtype)
+    if slot.nbytes == 0:
+        return torch.empty(slot.shape, dtype=dtype)
+    with warnings.catch_warnings():
+        # torch has no read-only tensors and warns about a read-only buffer; that is what we want here.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+        flat = torch.frombuffer(data[slot.offset : slot.offset + slot.nbytes], dtype=dtype)
+    return flat.view(slot.shape)
+
+
+class HostFdReceiver:
+    """The segments of one link. Called from that link's thread only."""
+
+    def __init__(self) -> None:
+        self._segment: ReceiverSegment | None = None
+
+    def open(self, offer: Offer, fds: list[int]) -> StagedVersion:
+        """Accept an offer. The caller closes ``fds``. Raises TransportError or ProtocolError; maps nothing then."""
+        try:
+            check_slots(offer.tensors, offer.segment_bytes)
+        except ValueError as error:
+            raise ProtocolError("an offer describes tensors that do not fit its segment", observed=str(error)) from None
+        begin = time.perf_counter()
+        if self._segment is None or self._segment.nonce != offer.segment:
+            if len(fds) != 1:
+                raise ProtocolError("a new segment without its descriptor", observed=f"{len(fds)} fds", expected="1")
+            fresh = ReceiverSegment(fds[0], nonce=offer.segment, data_bytes=offer.segment_bytes)
+            self.close()
+            self._segment = fresh
+        elif self._segment.data_bytes != offer.segment_bytes:
+            raise ProtocolError("a segment changed its size", observed=str(offer.segment_bytes))
+        return StagedVersion(offer, self._segment, time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Unmap; views that a loader still holds keep the pages alive until they are dropped."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None

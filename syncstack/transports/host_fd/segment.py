@@ -1,0 +1,155 @@
+"""The memory of ``host_fd``: one sealed memfd that the sender writes and every receiver maps read-only.
+
+Layout: a header page, then the data area. The header holds a magic word, the segment's nonce, the length of the data
+area, and a generation that is odd while the sender writes and even when a version is complete (the idea of a seqlock).
+The seals make two promises to the receiver that no later bug can break: the file never shrinks under a mapping (no
+SIGBUS), and nobody but the mapping that the sender already has can write it (F_SEAL_FUTURE_WRITE, Linux 5.1).
+
+A memfd is not a file in /dev/shm: its size is bounded by the memory limit of the container that writes it, not by the
+64 MiB that Docker gives to /dev/shm, it has no name to collide or to leave behind, and it dies with its last user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+from pathlib import Path
+
+from syncstack.errors import TransportError
+from syncstack.facts.memory import cgroup_memory
+from syncstack.facts.process import read_text
+
+HEADER_BYTES = 4096
+_MAGIC = b"SYNCSEG1"
+_HEAD = struct.Struct("<8s16sQ")
+_GENERATION = struct.Struct("<Q")
+_GENERATION_OFFSET = 64  # a cache line of its own
+
+F_ADD_SEALS = 1033
+F_GET_SEALS = 1034
+F_SEAL_SEAL = 0x01
+F_SEAL_SHRINK = 0x02
+F_SEAL_GROW = 0x04
+F_SEAL_FUTURE_WRITE = 0x10
+SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+
+
+class SenderSegment:
+    """The sender's end. Reused over refits: its pages are faulted in once."""
+
+    def __init__(self, data_bytes: int) -> None:
+        self.nonce = secrets.token_hex(16)
+        self.data_bytes = data_bytes
+        self.generation = 0
+        size = HEADER_BYTES + data_bytes
+        _check_room(size)
+        self.fd = os.memfd_create("syncstack", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Reserve now: running out of memory must be an error here, not a SIGBUS in the middle of a copy.
+            os.posix_fallocate(self.fd, 0, size)
+            self._map = mmap.mmap(self.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            fcntl.fcntl(self.fd, F_ADD_SEALS, SEALS)
+        except OSError as error:
+            os.close(self.fd)
+            raise TransportError(
+                f"cannot reserve {size} bytes of shared memory for the weights",
+                observed=str(error),
+                consequence="Nothing was sent",
+                next_step="raise the memory limit of the trainer's container",
+            ) from None
+        _HEAD.pack_into(self._map, 0, _MAGIC, bytes.fromhex(self.nonce), data_bytes)
+
+    def begin_write(self) -> int:
+        """Mark the segment as being written; returns the generation that ``end_write`` will publish."""
+        self._set_generation(self.generation + 1 + self.generation % 2)
+        return self.generation + 1
+
+    def end_write(self) -> None:
+        """Mark the version as complete."""
+        self._set_generation(self.generation + 1)
+
+    def _set_generation(self, value: int) -> None:
+        self.generation = value
+        _GENERATION.pack_into(self._map, _GENERATION_OFFSET, value)
+
+    @property
+    def data(self) -> memoryview:
+        """The writable data area. Views of it must be dropped before ``close`` can unmap."""
+        return memoryview(self._map)[HEADER_BYTES:]
+
+    def close(self) -> None:
+        """Close the fd and unmap as soon as no view is left. Receivers keep what they have mapped."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+def _check_room(size: int) -> None:
+    """Raise TransportError when ``size`` cannot fit: the kernel would answer with its OOM killer, not an errno."""
+    lines = read_text(Path("/proc/meminfo")).splitlines()
+    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    limit, _, _ = cgroup_memory()  # the limit, not the headroom: page cache counts as used and can be dropped
+    bounds = {"available memory": available, "the container's memory limit": limit}
+    for name, bound in bounds.items():
+        if bound is not None and size > bound:
+            raise TransportError(
+                "no room for the weights in shared memory",
+                observed=f"{name}: {bound} bytes",
+                expected=f"at least {size} bytes",
+                consequence="Nothing was sent",
+                next_step="raise the memory limit of the trainer's container",
+            )
+
+
+class ReceiverSegment:
+    """A receiver's read-only mapping of a sender's segment; valid until ``close``, or while a view of it lives."""
+
+    def __init__(self, fd: int, *, nonce: str, data_bytes: int) -> None:
+        """Check and map ``fd``, which stays the caller's. Raises TransportError and maps nothing if it is not ours."""
+        self.nonce = nonce
+        self.data_bytes = data_bytes
+        size = HEADER_BYTES + data_bytes
+        try:
+            seals = fcntl.fcntl(fd, F_GET_SEALS)
+            found = os.fstat(fd).st_size
+            if seals & SEALS != SEALS or found != size:
+                raise _foreign(f"seals {seals:#x}, {found} bytes", f"seals {SEALS:#x}, {size} bytes")
+            # Populate: the pages exist already, and one call is cheaper than a fault for each of them.
+            self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+        except OSError as error:
+            raise TransportError("cannot map the sender's segment", observed=str(error)) from None
+        head = _HEAD.unpack_from(self._map)
+        if head != (_MAGIC, bytes.fromhex(nonce), data_bytes):
+            self._map.close()
+            raise _foreign(f"header {head[0]!r} {head[1].hex()} {head[2]}", f"nonce {nonce}, {data_bytes} bytes")
+
+    @property
+    def generation(self) -> int:
+        """The sender's generation as it is now."""
+        value: int = _GENERATION.unpack_from(self._map, _GENERATION_OFFSET)[0]
+        return value
+
+    @property
+    def data(self) -> memoryview:
+        """The read-only data area."""
+        return memoryview(self._map)[HEADER_BYTES:]
+
+    def close(self) -> None:
+        """Unmap now, or when the last view is dropped."""
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+def _foreign(observed: str, expected: str) -> TransportError:
+    return TransportError(
+        "the descriptor that came over the link is not the sender's segment",
+        observed=observed,
+        expected=expected,
+        consequence="Nothing was mapped",
+    )

@@ -1,0 +1,79 @@
+"""Where a trainer's weights come from.
+
+The shape of the protocol is vLLM's (``vllm/distributed/weight_transfer/base.py``): cheap metadata, and an iteration
+that may be collective. Ours adds ``aliases``, because a tied tensor must be sent once and known under both names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from syncstack.weights.meta import ParamMeta
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """A trainer rank's weights, in checkpoint names."""
+
+    def metadata(self) -> Sequence[ParamMeta]:
+        """Name, dtype and shape of each tensor, in the order of iteration. Cheap: moves nothing."""
+        ...
+
+    def aliases(self) -> Mapping[str, str]:
+        """Tied names: alias to the name under which ``metadata`` has the tensor."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """``(name, tensor)`` in the order of ``metadata``. Every rank must iterate if the source is sharded.
+
+        A tensor is read before the next one is asked for; the source may reuse its memory after that.
+        """
+        ...
+
+
+class ModuleSource:
+    """The state dict of an unsharded ``torch.nn.Module``: parameters and persistent buffers.
+
+    Two names with the same storage, offset, shape and strides are one tensor (tied weights); views that overlap in
+    another way are sent separately, each with its own values.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self._module.state_dict(keep_vars=False))
+
+    @staticmethod
+    def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+        # An empty tensor has no address to be identified by: each is its own.
+        address = tensor.data_ptr() if tensor.numel() else id(tensor)
+        return (tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    def metadata(self) -> Sequence[ParamMeta]:
+        """See WeightSource."""
+        aliases = self.aliases()
+        return tuple(
+            ParamMeta(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+            for name, tensor in self._tensors().items()
+            if name not in aliases
+        )
+
+    def aliases(self) -> Mapping[str, str]:
+        """See WeightSource."""
+        first: dict[tuple[object, ...], str] = {}
+        tied = {}
+        for name, tensor in self._tensors().items():
+            target = first.setdefault(self._identity(tensor), name)
+            if target != name:
+                tied[name] = target
+        return tied
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        aliases = self.aliases()
+        for name, tensor in self._tensors().items():
+            if name not in aliases:
+                yield name, tensor

@@ -1,0 +1,197 @@
+"""A data link: framed, typed messages and file descriptors over one connected unix socket.
+
+A frame is an 8-byte header (magic, protocol version, length of the body) and a msgpack body. Descriptors travel by
+SCM_RIGHTS with the header, so that a frame and its descriptors cannot be taken apart. Bytes that do not follow this
+raise ProtocolError, and the caller closes that link only.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from syncstack.errors import DeadlineExceeded, LinkLost, LinkRefused, ProtocolError
+from syncstack.wire.messages import PROTOCOL_VERSION, LinkHello, Message
+
+_HEADER = struct.Struct("!2sHI")
+_MAGIC = b"sy"
+MAX_FRAME_BYTES = 64 << 20
+"""Largest body. The table of a model with a million tensors stays below it."""
+MAX_FDS = 16
+"""Most descriptors of one frame; the kernel's own limit is 253."""
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+PROCESS_NONCE = secrets.token_hex(16)
+"""Names this process on every link. A forked child must not use its parent's links, so sharing it does no harm."""
+
+
+class Link:
+    """One end of a data link. Not thread-safe: one thread sends, one receives, and they may differ."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self.peer: LinkHello | None = None
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for select; -1 when closed."""
+        return self._socket.fileno()
+
+    def send(self, message: Message, *, fds: Sequence[int] = (), deadline: float) -> None:
+        """Send one frame; ``deadline`` is a time of ``time.monotonic()``. Raises LinkLost or DeadlineExceeded."""
+        body = _ENCODER.encode(message)
+        if len(body) > MAX_FRAME_BYTES:
+            raise ProtocolError("message too large", observed=f"{len(body)} bytes", expected=f"<= {MAX_FRAME_BYTES}")
+        view = memoryview(_HEADER.pack(_MAGIC, PROTOCOL_VERSION, len(body)) + body)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        while view:
+            self._wait(select.POLLOUT, deadline, f"sending {type(message).__name__}")
+            try:
+                sent = self._socket.sendmsg([view], rights)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise LinkLost("the peer closed the link while it was written to", observed=str(error)) from None
+            view, rights = view[sent:], []
+
+    def receive(self, *, deadline: float) -> tuple[Message, list[int]]:
+        """Receive one frame and its descriptors (close-on-exec; the caller owns them).
+
+        Raises LinkLost at the end of the stream, ProtocolError for foreign bytes, DeadlineExceeded.
+        """
+        header, fds = self._read_header(deadline)
+        try:
+            magic, version, length = _HEADER.unpack(header)
+            if magic != _MAGIC:
+                raise ProtocolError("not a syncstack frame", observed=header.hex(), expected=f"{_MAGIC.hex()}...")
+            if version != PROTOCOL_VERSION:
+                raise ProtocolError(
+                    "the peer speaks another protocol version",
+                    observed=str(version),
+                    expected=str(PROTOCOL_VERSION),
+                    next_step="run the same syncstack release on both sides",
+                )
+            if length > MAX_FRAME_BYTES:
+                raise ProtocolError("frame too large", observed=f"{length} bytes", expected=f"<= {MAX_FRAME_BYTES}")
+            body = self._read_body(length, deadline)
+            try:
+                return _DECODER.decode(body), fds
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+                raise ProtocolError("a frame does not hold a known message", observed=str(error)) from None
+        except BaseException:
+            close_fds(fds)
+            raise
+
+    def _read_header(self, deadline: float) -> tuple[bytes, list[int]]:
+        header = b""
+        fds: list[int] = []
+        ancillary = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+        try:
+            while len(header) < _HEADER.size:
+                self._wait(select.POLLIN, deadline, "waiting for a message")
+                try:
+                    data, control, flags, _ = self._socket.recvmsg(
+                        _HEADER.size - len(header), ancillary, socket.MSG_CMSG_CLOEXEC
+                    )
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    raise LinkLost("the link broke", observed=str(error)) from None
+                fds += _received_fds(control)
+                if flags & socket.MSG_CTRUNC or len(fds) > MAX_FDS:
+                    raise ProtocolError("too many descriptors with one frame", expected=f"<= {MAX_FDS}")
+                if not data:
+                    raise LinkLost("the peer closed the link")
+                header += data
+        except BaseException:
+            close_fds(fds)
+            raise
+        return header, fds
+
+    def _read_body(self, length: int, deadline: float) -> bytearray:
+        body = bytearray()
+        while len(body) < length:
+            self._wait(select.POLLIN, deadline, "waiting for the rest of a message")
+            try:
+                # Read in steps: a hostile length must not allocate what never comes.
+                data = self._socket.recv(min(length - len(body), 1 << 20))
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise LinkLost("the link broke inside a message", observed=str(error)) from None
+            if not data:
+                raise LinkLost("the peer closed the link inside a message")
+            body += data
+        return body
+
+    def _wait(self, event: int, deadline: float, doing: str) -> None:
+        poller = select.poll()
+        try:
+            poller.register(self._socket, event)
+        except ValueError:
+            raise LinkLost("the link is closed", observed=doing) from None
+        left = deadline - time.monotonic()
+        if left <= 0 or not poller.poll(max(1, int(left * 1000))):
+            raise DeadlineExceeded(f"nothing came of {doing} on a data link before its deadline")
+
+    def lost(self) -> bool:
+        """Whether the peer has closed its end (or died). Does not block and takes no bytes."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Close this end; the peer sees the end of the stream. May be called twice."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _received_fds(control: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in control:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
+
+
+def close_fds(fds: Sequence[int]) -> None:
+    """Close descriptors that nobody will use."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def greet(link: Link, *, role: str, rank: int, deadline: float) -> LinkHello:
+    """Exchange hellos; returns the peer's and remembers it in ``link.peer``. Both sides call it first."""
+    link.send(LinkHello(protocol=PROTOCOL_VERSION, role=role, rank=rank, nonce=PROCESS_NONCE), deadline=deadline)
+    message, fds = link.receive(deadline=deadline)
+    close_fds(fds)
+    expected = "worker" if role == "trainer" else "trainer"
+    if not isinstance(message, LinkHello) or message.role != expected:
+        found: Any = message.role if isinstance(message, LinkHello) else type(message).__name__
+        raise LinkRefused("the peer did not introduce itself", observed=str(found), expected=f"a {expected}'s hello")
+    link.peer = message
+    return message

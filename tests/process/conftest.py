@@ -1,0 +1,187 @@
+"""Real processes: a reference engine and trainers, under real seccomp filters, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+REPO = Path(__file__).parents[2]
+PROFILES = ("permissive", "restrictive")
+START_S = 90.0
+
+
+def make_model(folder: Path, *, hidden: int = 64, seed: int = 0) -> Path:
+    """A tiny tied Llama, random but seeded, in float32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("other"), hidden=32)
+
+
+def under(profile: str | None, argv: list[str]) -> list[str]:
+    """``argv``, run under a profile without a container; None: as it is."""
+    if profile is None:
+        return argv
+    return [sys.executable, "-m", "syncstack.cli", "seccomp", "run", str(REPO / f"seccomp/{profile}.json"), "--", *argv]
+
+
+def environment(socket_dir: Path) -> dict[str, str]:
+    """What a child needs; few threads, because tests share two cores."""
+    return {
+        **os.environ,
+        "SYNCSTACK_SOCKET_DIR": str(socket_dir),
+        "SYNCSTACK_ENGINE_READY_S": "60",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPO),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+class Engine:
+    """A reference engine in its own process (and process group)."""
+
+    def __init__(self, socket_dir: Path, model: Path, port: int, profile: str | None, slow_s: float) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.address = f"unix:{socket_dir}/engine-0"
+        self.log_path = socket_dir / "engine.log"
+        argv = [sys.executable, str(REPO / "tests/process/slow_engine.py"), str(slow_s), "engine", "reference"]
+        argv += ["--model", str(model), "--port", str(port)]
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                under(profile, argv),
+                env=environment(socket_dir),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._await_health()
+
+    def _await_health(self) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                pytest.fail(f"the engine ended with {self.process.returncode}: {self.log()}")
+            try:
+                if httpx.get(self.url + "/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.1)
+        pytest.fail(f"the engine did not start: {self.log()}")
+
+    def log(self) -> str:
+        return self.log_path.read_text()[-4000:]
+
+    def complete(self) -> httpx.Response:
+        """Greedy log-probabilities of a fixed prompt."""
+        return httpx.post(
+            self.url + "/v1/completions",
+            json={"prompt": [5, 6, 7, 8], "max_tokens": 4},
+            timeout=30,
+            follow_redirects=True,
+        )
+
+    def logprobs(self) -> list[float]:
+        response = self.complete()
+        assert response.status_code == 200, response.text
+        found: list[float] = response.json()["choices"][0]["logprobs"]["token_logprobs"]
+        return found
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.killpg(self.process.pid, number)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.kill(signal.SIGCONT)
+            self.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def socket_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def free_port() -> int:
+    """A port for a server that is about to start in another process; nothing else listens in these tests."""
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def start_engine(socket_dir: Path, model: Path) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def start(*, profile: str | None = None, slow_s: float = 0.0) -> Engine:
+        engines.append(Engine(socket_dir, model, free_port(), profile, slow_s))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.stop()
+
+
+@pytest.fixture
+def start_trainer(socket_dir: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    trainers: list[subprocess.Popen[str]] = []
+
+    def start(model: Path, *args: str, profile: str | None = None) -> subprocess.Popen[str]:
+        argv = [
+            sys.executable,
+            str(REPO / "tests/process/trainer.py"),
+            f"unix:{socket_dir}/engine-0",
+            str(model),
+            *args,
+        ]
+        trainers.append(
+            subprocess.Popen(
+                under(profile, argv),
+                env=environment(socket_dir),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return trainers[-1]
+
+    yield start
+    for trainer in trainers:
+        if trainer.poll() is None:
+            os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.communicate()

@@ -1,0 +1,213 @@
+"""The transaction between real processes: it works under every profile, and every death ends in a known state."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncstack import EngineClient, Settings
+from syncstack.errors import EngineBusy
+from syncstack.refit.state import StateReport, Step
+from tests.process.conftest import PROFILES, Engine
+
+StartEngine = Callable[..., Engine]
+StartTrainer = Callable[..., "subprocess.Popen[str]"]
+
+SLOW_S = 0.15
+"""Per tensor: the 20 tensors of the model take three seconds, time enough to kill somebody in the middle."""
+
+
+def read_line(trainer: subprocess.Popen[str]) -> dict[str, Any]:
+    assert trainer.stdout is not None
+    line = trainer.stdout.readline()
+    if not line:
+        pytest.fail(f"the trainer ended: {trainer.communicate()[1][-3000:]}")
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def state_of(socket_dir: Path) -> StateReport:
+    client = EngineClient.connect(f"unix:{socket_dir}/engine-0", settings=Settings.load(socket_dir=socket_dir))
+    try:
+        return client.state()
+    finally:
+        client.close()
+
+
+def await_step(socket_dir: Path, step: Step, seconds: float = 15.0) -> StateReport:
+    deadline = time.monotonic() + seconds
+    while True:
+        state = state_of(socket_dir)
+        if state.step is step:
+            return state
+        assert time.monotonic() < deadline, f"expected {step}, still {state}"
+        time.sleep(0.05)
+
+
+def close_to(found: list[float], expected: list[float]) -> bool:
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_weights_arrive_under_the_profile(
+    start_engine: StartEngine, start_trainer: StartTrainer, model: Path, profile: str
+) -> None:
+    engine = start_engine(profile=profile)
+    before = engine.complete()
+    assert before.headers["x-syncstack-version"] == "0"
+    trainer = start_trainer(model, "3", profile=profile)
+    assert read_line(trainer)["pidfd_getfd"] == {"permissive": "ok", "restrictive": "denied"}[profile]
+    for version in (1, 2, 3):
+        report = read_line(trainer)
+        assert report["version"] == version
+        assert report["transport"] == "host_fd"
+        assert set(report["why_not"]) == {"cuda_fd", "cuda_ipc"}
+        assert report["digests_equal"] == report["tensors"] == 20
+        assert list(report["phases"]) == ["begin", "stage", "pause", "load", "verify", "commit", "resume"]
+    assert trainer.wait(timeout=30) == 0
+    after = engine.complete()
+    assert after.headers["x-syncstack-version"] == "3"
+    assert close_to(engine.logprobs(), report["logprobs"])
+    assert not close_to(before.json()["choices"][0]["logprobs"]["token_logprobs"], report["logprobs"])
+
+
+def test_an_engine_of_another_model_refuses_and_serves_on(
+    start_engine: StartEngine, start_trainer: StartTrainer, other_model: Path, socket_dir: Path
+) -> None:
+    engine = start_engine()
+    before = engine.logprobs()
+    trainer = start_trainer(other_model, "1")
+    read_line(trainer)
+    failure = read_line(trainer)
+    assert failure["error"] == "ManifestMismatch"
+    assert "shapes differ (20): model.embed_tokens.weight [256, 32] for [256, 64]" in failure["text"]
+    assert "and 10 more" in failure["text"]
+    assert trainer.wait(timeout=30) == 2
+    assert state_of(socket_dir).step is Step.SERVING
+    assert engine.logprobs() == before
+
+
+def test_an_engine_that_dies_in_a_load_is_named_with_its_phase_within_5_s(
+    start_engine: StartEngine, start_trainer: StartTrainer, model: Path, socket_dir: Path
+) -> None:
+    engine = start_engine(slow_s=SLOW_S)
+    trainer = start_trainer(model, "1")
+    read_line(trainer)
+    await_step(socket_dir, Step.LOADING)
+    killed = time.monotonic()
+    engine.kill()
+    failure = read_line(trainer)
+    assert time.monotonic() - killed < 5.0
+    assert failure["error"] == "RefitFailed"
+    assert failure["phase"] == "load"
+    assert "unreachable" in failure["text"]
+    assert trainer.wait(timeout=10) == 1
+
+
+def test_an_engine_that_is_frozen_in_a_load_is_given_up(
+    start_engine: StartEngine, start_trainer: StartTrainer, model: Path, socket_dir: Path
+) -> None:
+    engine = start_engine(slow_s=SLOW_S)
+    trainer = start_trainer(model, "1")
+    read_line(trainer)
+    await_step(socket_dir, Step.LOADING)
+    engine.kill(signal.SIGSTOP)
+    failure = read_line(trainer)
+    assert failure["phase"] == "load"
+    assert failure["seconds"] < 20.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_trainer_that_dies_in_a_load_leaves_a_dirty_engine_that_the_next_refit_heals(
+    start_engine: StartEngine, start_trainer: StartTrainer, model: Path, socket_dir: Path, number: int
+) -> None:
+    engine = start_engine(slow_s=SLOW_S)
+    trainer = start_trainer(model, "1")
+    read_line(trainer)
+    await_step(socket_dir, Step.LOADING)
+    os.killpg(trainer.pid, number)
+    state = await_step(socket_dir, Step.DIRTY)
+    assert state.version == 0
+    assert "its trainer went away" in state.reason
+    refused = engine.complete()
+    assert refused.status_code == 503
+    assert refused.json()["error"]["type"] == "engine_dirty"
+    assert refused.headers["x-syncstack-version"] == "0"
+    healer = start_trainer(model, "1", "7")
+    read_line(healer)
+    report = read_line(healer)
+    assert report["digests_equal"] == 20
+    state = await_step(socket_dir, Step.SERVING)
+    assert (state.version, state.reason) == (1, "")
+    assert close_to(engine.logprobs(), report["logprobs"])
+
+
+def test_a_frozen_trainer_before_the_load_costs_the_engine_nothing(
+    start_engine: StartEngine, start_trainer: StartTrainer, model: Path, socket_dir: Path
+) -> None:
+    """Begin, then silence: the engine serves its old weights throughout, and again when the trainer is killed."""
+    engine = start_engine()
+    before = engine.logprobs()
+    client = EngineClient.connect(engine.address, settings=Settings.load(socket_dir=socket_dir))
+    lease = client.begin("session-of-a-trainer", 5, client.info.tensors)
+    assert state_of(socket_dir).step is Step.OPEN
+    assert engine.logprobs() == before
+    lease.close()
+    client.close()
+    assert await_step(socket_dir, Step.SERVING).version == 0
+    assert engine.logprobs() == before
+
+
+def test_requests_get_503_while_weights_move(
+    start_engine: StartEngine, start_trainer: StartTrainer, model: Path, socket_dir: Path
+) -> None:
+    engine = start_engine(slow_s=SLOW_S)
+    trainer = start_trainer(model, "1")
+    read_line(trainer)
+    await_step(socket_dir, Step.LOADING)
+    refused = engine.complete()
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert refused.json()["error"]["type"] == "engine_updating"
+    read_line(trainer)
+    assert engine.complete().headers["x-syncstack-version"] == "1"
+
+
+def test_a_second_trainer_is_refused_while_a_refit_is_open(
+    start_engine: StartEngine, start_trainer: StartTrainer, model: Path, socket_dir: Path
+) -> None:
+    start_engine(slow_s=SLOW_S)
+    first = start_trainer(model, "1")
+    read_line(first)
+    await_step(socket_dir, Step.LOADING)
+    client = EngineClient.connect(f"unix:{socket_dir}/engine-0", settings=Settings.load(socket_dir=socket_dir))
+    with pytest.raises(EngineBusy, match="another refit is open"):
+        client.begin("session-of-another", 2, client.info.tensors)
+    client.close()
+    assert read_line(first)["digests_equal"] == 20
+
+
+def test_a_restarted_engine_gets_the_next_version(start_engine: StartEngine, model: Path, socket_dir: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from syncstack import Coordinator, ModuleSource
+
+    engine = start_engine()
+    settings = Settings.load(socket_dir=socket_dir, engine_ready_s=60)
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    client = EngineClient.connect(engine.address, settings=settings)
+    with Coordinator(source=ModuleSource(module), engines=[client], settings=settings) as coordinator:
+        coordinator.refit(1)
+        engine.stop()
+        again = start_engine()
+        assert again.complete().headers["x-syncstack-version"] == "0"
+        coordinator.refit(2)
+        assert again.complete().headers["x-syncstack-version"] == "2"
