@@ -1,0 +1,71 @@
+"""Proof, after every refit, that the engine computes with the trainer's weights: both score one fixed text.
+
+The digest already proves the bytes. This proves that they were loaded into the right places and that the engine uses
+them. The trainer rounds its float32 weights as the refit does, runs the text through its own forward pass in float32,
+and compares the log-probability of every token with the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from syncstack.errors import SyncstackError
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+"""Largest |dlogprob| that passes, by the dtype in which the engine computes; the README has what was measured."""
+
+
+class ParityFailed(SyncstackError):
+    """The engine's log-probabilities are not those of the weights that it was given."""
+
+
+class Parity(msgspec.Struct, frozen=True, kw_only=True):
+    """One check. ``stale`` is the difference from the trainer's previous version (None for the first): what would
+    have been measured if the refit had changed nothing. Where it is not clearly larger, the check sees nothing."""
+
+    max_abs_dlogprob: float
+    stale: float | None
+    tolerance: float
+
+
+class Checker:
+    """Keeps the fixed text and the trainer's scores of the version before."""
+
+    def __init__(self, model: Any, tokens: Sequence[int], *, engine_dtype: str, weight_dtype: torch.dtype) -> None:
+        self.tokens = list(tokens)
+        self._model = model
+        self._weight_dtype = weight_dtype
+        self._tolerance = TOLERANCE[engine_dtype]
+        self._previous: torch.Tensor | None = None
+
+    def check(self, engine: Sequence[float]) -> Parity:
+        """Compare ``engine``'s scores (one for each token but the first). Raises ParityFailed."""
+        theirs = torch.tensor(engine, dtype=torch.float32)
+        ours = scores(self._model, self.tokens, self._weight_dtype)
+        stale = None if self._previous is None else (theirs - self._previous).abs().max().item()
+        self._previous = ours
+        difference = (theirs - ours).abs()
+        largest = difference.max().item()
+        if not largest <= self._tolerance:  # also when it is not a number
+            where = int(difference.argmax())
+            raise ParityFailed(
+                f"the engine's log-probabilities differ from the trainer's by {largest:.3g} (at token {where + 1})",
+                observed=f"{theirs[where].item():.4f}",
+                expected=f"{ours[where].item():.4f} within {self._tolerance}",
+                consequence="The engine does not compute with the weights that it was given; the run ends",
+                next_step="compare the engine's model and dtype with the trainer's",
+            )
+        return Parity(max_abs_dlogprob=largest, stale=stale, tolerance=self._tolerance)
+
+
+@torch.no_grad()
+def scores(model: Any, tokens: Sequence[int], weight_dtype: torch.dtype) -> torch.Tensor:
+    """Log-probability of each token but the first under the weights rounded to ``weight_dtype``, in float32."""
+    rounded = {name: weight.to(weight_dtype).to(weight.dtype) for name, weight in model.named_parameters()}
+    ids = torch.tensor([list(tokens)])
+    logits = torch.func.functional_call(model, rounded, (ids,), {"use_cache": False}).logits[0, :-1].float()
+    return -torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")

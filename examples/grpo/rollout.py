@@ -1,0 +1,134 @@
+"""The engine's OpenAI-compatible API, as the trainer uses it: token ids in, token ids and log-probabilities out."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import msgspec
+
+from syncstack.errors import EngineError, EngineUnreachable
+
+VERSION_HEADER = "X-Syncstack-Version"
+BUSY = 503
+PARALLEL_REQUESTS = 8
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion: its tokens and the log-probability with which the engine drew each of them."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class EngineApi:
+    """A connection to one engine's ``/v1`` routes. Safe to use from several threads."""
+
+    def __init__(self, url: str, *, timeout_s: float = 120.0) -> None:
+        self._http = httpx.Client(base_url=url.rstrip("/"), timeout=timeout_s)
+        self._url = url
+        self._timeout_s = timeout_s
+        self._model: str | None = None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def model(self) -> str:
+        """The name under which the engine serves its model."""
+        if self._model is None:
+            self._model = str(self._call("GET", "/v1/models")[0]["data"][0]["id"])
+        return self._model
+
+    def sample(
+        self,
+        prompts: list[list[int]],
+        *,
+        n: int,
+        max_tokens: int,
+        stop_tokens: list[int],
+        seed: int,
+        version: int | None,
+    ) -> list[list[Sample]]:
+        """``n`` completions for each prompt, at temperature 1 from the whole vocabulary.
+
+        Nothing is cut from the distribution (no top-k, no top-p): the log-probabilities that come back are those of the
+        distribution that was sampled, so the trainer may use them as behaviour policy. One request a prompt, so that
+        each has its own noise; the engine batches them. Blocks until all are done. ``version``: see :meth:`_call`.
+        """
+
+        def one(index: int) -> list[Sample]:
+            body = {
+                "model": self.model(),
+                "prompt": prompts[index],
+                "n": n,
+                "max_tokens": max_tokens,
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": 0,
+                "seed": seed + index * n,
+                "logprobs": 0,
+                "return_token_ids": True,
+                "stop_token_ids": stop_tokens,
+            }
+            answer = self._call("POST", "/v1/completions", body, version=version)[0]
+            return [_sample(choice) for choice in sorted(answer["choices"], key=lambda c: int(c["index"]))]
+
+        self.model()
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
+            return list(pool.map(one, range(len(prompts))))
+
+    def prompt_logprobs(self, tokens: list[int], *, version: int | None) -> list[float]:
+        """Log-probability of each token but the first, given those before it. ``len(tokens) - 1`` values."""
+        body = {
+            "model": self.model(),
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
+        answer = self._call("POST", "/v1/completions", body, version=version)[0]
+        entries = answer["choices"][0]["prompt_logprobs"]
+        return [float(entry[str(token)]["logprob"]) for token, entry in zip(tokens[1:], entries[1:], strict=True)]
+
+    def _call(self, method: str, path: str, body: Any = None, *, version: int | None = None) -> tuple[Any, int | None]:
+        """The JSON answer and the weights' version that the engine said it used.
+
+        Waits while the engine says that its weights are moving (503 with Retry-After), up to the time limit. Raises
+        EngineUnreachable, or EngineError for any other refusal and for a version other than ``version``.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                response = self._http.request(method, path, json=body)
+            except httpx.HTTPError as error:
+                raise EngineUnreachable(
+                    f"the engine at {self._url} did not answer {path}",
+                    observed=f"{type(error).__name__}: {error}",
+                    consequence="The step was lost; the weights are those of the last refit",
+                    next_step="look at the engine's log",
+                ) from error
+            retry_s = response.headers.get("Retry-After")
+            if response.status_code != BUSY or retry_s is None or time.monotonic() > deadline:
+                break
+            time.sleep(float(retry_s) if retry_s.isdigit() else 1.0)
+        if response.status_code != httpx.codes.OK:
+            raise EngineError(f"the engine refused {path}", observed=f"{response.status_code} {response.text[:300]}")
+        served = response.headers.get(VERSION_HEADER)
+        if version is not None and served is not None and served != str(version):
+            raise EngineError(
+                f"the engine answered {path} with other weights", observed=f"version {served}", expected=str(version)
+            )
+        return response.json(), None if served is None else int(served)
+
+
+def _sample(choice: dict[str, Any]) -> Sample:
+    tokens = choice.get("token_ids")
+    if not tokens:
+        raise EngineError("the engine's completion has no token ids", next_step="use an engine with return_token_ids")
+    logprobs = choice["logprobs"]["token_logprobs"]
+    if len(logprobs) != len(tokens):
+        raise EngineError("tokens and log-probabilities differ in number", observed=f"{len(tokens)}, {len(logprobs)}")
+    return Sample(tokens=tuple(map(int, tokens)), logprobs=tuple(map(float, logprobs)))

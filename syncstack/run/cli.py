@@ -1,0 +1,210 @@
+"""``syncstack run JOB``: connect to the engines, run the job, leave a report whatever happens."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+
+from syncstack.errors import RefitFailed, SyncstackError, UsageError
+from syncstack.run import schema
+from syncstack.run.context import RunContext
+from syncstack.run.folder import ModelFolder, validate
+from syncstack.run.picture import render
+from syncstack.run.recorder import REPORT_NAME, Recorder, now
+from syncstack.run.table import Table, summary
+from syncstack.settings import Settings
+
+PICTURE_NAME = "report.html"
+INTERRUPTED = 130
+DEFAULT_JOB = "examples.grpo.job:main"
+
+Job = Callable[[RunContext], None]
+
+
+def run(
+    job: Annotated[str, typer.Argument(help="What to run, as module:function.")] = DEFAULT_JOB,
+    engine: Annotated[list[str] | None, typer.Option(help="Control address of an engine; repeatable.")] = None,
+    engine_url: Annotated[str, typer.Option(help="Where the first engine's /v1 API answers.")] = "http://engine:8000",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps; each ends with a refit.")] = 24,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and samples.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of this run's report and picture.")] = Path("out/latest"),
+    model: Annotated[Path, typer.Option(envvar="SYNCSTACK_MODEL", help="Hugging Face folder to train.")] = Path(
+        "/models/smollm2-135m-instruct"
+    ),
+    layout: Annotated[str, typer.Option(envvar="SYNCSTACK_LAYOUT", help="Written into the report.")] = "colocated",
+) -> None:
+    """Train: samples from the engine, an update, the new weights back into the engine, and proof of each."""
+    folder = validate(model)
+    function = load_job(job)
+    settings = Settings.load()
+    prepare_out(out)
+    addresses = engine or [f"unix:{settings.socket_dir / settings.engine_name}"]
+    console = Console(file=sys.stdout)
+    table = Table(console)
+    recorder = Recorder(first_report(job, seed, layout, settings.profile, addresses[0], folder, out), out, table)
+    status, error = "failed", None
+    try:
+        with table, terminable():
+            execute(function, recorder, settings, addresses, engine_url, folder, steps, seed, out)
+        status = "ok"
+    except KeyboardInterrupt:
+        status, error = "interrupted", "stopped by a signal"
+        raise SystemExit(INTERRUPTED) from None
+    except BaseException as failure:
+        error = one_line(failure)
+        if isinstance(failure, RefitFailed):
+            recorder.phase_name = f"refit: {failure.phase}"
+        raise
+    finally:
+        close_report(recorder, status, error, out)
+        console.print(summary(recorder.report, str(recorder.path)), highlight=False, soft_wrap=True)
+
+
+def load_job(name: str) -> Job:
+    """The function that ``module:function`` names, also from the working directory. Raises UsageError."""
+    module_name, _, function_name = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # a console script's sys.path lacks it
+    hint = "give a job as module:function, from the folder that holds the module"
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"job {name!r} cannot be imported", observed=one_line(error), next_step=hint) from error
+    function = getattr(module, function_name, None) if function_name else None
+    if not callable(function):
+        raise UsageError(f"job {name!r} names no function", next_step=hint)
+    return function  # type: ignore[no-any-return]
+
+
+def prepare_out(out: Path) -> None:
+    """Make the run's folder and prove that it can be written. Raises UsageError."""
+    probe = out / f".{REPORT_NAME}.probe"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"results cannot be written to {out}",
+            observed=error.strerror,
+            consequence="Nothing was started",
+            next_step="name a writable folder with --out",
+        ) from error
+
+
+def first_report(
+    job: str, seed: int, layout: str, profile: str, address: str, folder: ModelFolder, out: Path
+) -> schema.RunReport:
+    """The report of a run that has only begun."""
+    return schema.RunReport(
+        syncstack=metadata.version("syncstack"),
+        run=out.resolve().name,
+        job=job,
+        seed=seed,
+        layout=layout,
+        profile=profile,
+        engine=schema.EngineInfo(name=address.rstrip("/").rpartition("/")[2], address=address),
+        model=schema.ModelInfo(name=folder.name, parameters=folder.parameters, bytes=folder.bytes, dtype=folder.dtype),
+        facts=collect_facts(),
+        reward=schema.Reward(),
+        steps=[],
+        refits=[],
+        started=now(),
+        outcome=schema.Outcome(status="running"),
+    )
+
+
+def collect_facts() -> schema.FactsInfo:
+    """This process's facts, as far as the report has them."""
+    from syncstack.facts import collect
+
+    facts = collect()
+    verdicts: dict[str, str] = {name: fact.verdict for name, fact in facts.syscalls.items()}
+    return schema.FactsInfo(pidfd_getfd=facts.pidfd_getfd.verdict, syscalls=verdicts)
+
+
+def execute(
+    job: Job,
+    recorder: Recorder,
+    settings: Settings,
+    addresses: Sequence[str],
+    engine_url: str,
+    folder: ModelFolder,
+    steps: int,
+    seed: int,
+    out: Path,
+) -> None:
+    """Connect, run the job, disconnect."""
+    from syncstack.refit.client import EngineClient
+    from syncstack.refit.coordinator import Coordinator
+
+    engines: list[EngineClient] = []
+    try:
+        with recorder.phase("connect"):
+            for address in addresses:
+                engines.append(EngineClient.connect(address, settings=settings))  # noqa: PERF401 - close what we have
+            recorder.engine(engines[0].name, engine_version(engine_url) or engines[0].info.kind_version)
+
+        context = RunContext(
+            settings=settings,
+            engines=engines,
+            engine_url=engine_url,
+            model=Path(folder.path),
+            steps=steps,
+            seed=seed,
+            out=out,
+            recorder=recorder,
+            make_coordinator=lambda source: Coordinator(source=source, engines=engines, settings=settings),
+        )
+        with recorder.phase("job"):
+            job(context)
+    finally:
+        for client in engines:
+            client.close()
+
+
+def engine_version(url: str) -> str | None:
+    """What the engine's ``/version`` route says, or None: not every engine has one."""
+    try:
+        return str(httpx.get(f"{url.rstrip('/')}/version", timeout=5.0).raise_for_status().json()["version"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+        return None
+
+
+def close_report(recorder: Recorder, status: str, error: str | None, out: Path) -> None:
+    """Write the outcome and the picture."""
+    recorder.finish(status, error)
+    schema.write_text(out / PICTURE_NAME, render(recorder.report))
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line: syncstack's own speak for themselves, others are named."""
+    text = str(error) if isinstance(error, SyncstackError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that ``docker stop`` leaves a finished report."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        del signum, frame
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
