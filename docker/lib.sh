@@ -1,0 +1,39 @@
+# Sourced by docker/up and docker/down: names, the compose command line, and the one way to refuse.
+# shellcheck shell=bash
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+# One project per checkout, so that two of them do not collide. PROJECT= overrides.
+export COMPOSE_PROJECT_NAME=${PROJECT:-syncstack-$(pwd -P | cksum | cut -d' ' -f1)}
+export DOCKER_BUILDKIT=1 COMPOSE_PROFILES=colocated COMPOSE_IGNORE_ORPHANS=1
+export SECCOMP=${SECCOMP:-restrictive} PORT=${PORT:-8000}
+
+# refuse TEXT: bad input; one line, exit 2. Nothing has been started when it is called.
+refuse() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+# compose ARGUMENT...: docker compose with the files that SECCOMP and MODEL ask for
+compose() {
+    local files=(-f compose.yaml)
+    case $SECCOMP in docker-default | unconfined) files+=(-f "docker/compose.$SECCOMP.yaml") ;; esac
+    if [[ -n ${MODEL:-} ]]; then files+=(-f docker/compose.model.yaml); fi
+    docker compose --progress "${COMPOSE_PROGRESS:-quiet}" "${files[@]}" "$@"
+}
+
+check_docker() {
+    local version problem
+    command -v docker >/dev/null || refuse "docker is not installed. Next: install Docker Engine with its compose plugin"
+    problem=$(timeout 20 docker info --format '{{.ServerVersion}}' 2>&1 >/dev/null) \
+        || refuse "the Docker engine does not answer: $(tail -n 1 <<<"$problem"). Next: start it, or run as a user who may use it"
+    version=$(docker compose version --short 2>/dev/null) \
+        || refuse "docker has no compose plugin (expected: 2.24.4 or newer). Next: install docker-compose-plugin"
+    version=${version#v}
+    [[ $(printf '%s\n' 2.24.4 "$version" | sort -V | head -n 1) == 2.24.4 ]] \
+        || refuse "docker compose is too old (observed: $version; expected: 2.24.4 or newer). Next: update docker-compose-plugin"
+}
+
+# positive NAME VALUE: a whole number above 0
+positive() {
+    [[ $2 =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$1 is not a positive number (observed: $2)"
+}
