@@ -8,7 +8,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 
 # Unset ones keep the defaults of docker/up; `make X=y` and `X=y make` are the same.
-export SECCOMP MODEL STEPS SEED PORT THREADS DETACH ENGINE_TIMEOUT ENGINE_ARGS OUT PROJECT TAG BASE_IMAGE TORCH_INDEX UPGRADE PROFILES
+export SECCOMP MODEL DTYPE STEPS SEED PORT THREADS DETACH ENGINE_TIMEOUT ENGINE_ARGS OUT PROJECT TAG BASE_IMAGE TORCH_INDEX UPGRADE PROFILES
 
 BIN := .venv/bin
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
@@ -102,6 +102,7 @@ clean: ## Remove .venv, caches, images, and the volumes of this checkout
 	@if docker info >/dev/null 2>&1; then \
 	  docker/down --volumes; \
 	  docker image rm --force $$(docker image ls --quiet 'syncstack/*') 2>/dev/null || true; \
+	  docker image prune --force --filter label=io.syncstack.image >/dev/null; \
 	fi
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis wheels
 
@@ -113,6 +114,7 @@ help: ## This list
 	  'SECCOMP=restrictive' 'or permissive, docker-default, unconfined' \
 	  'MODEL=DIR' 'a Hugging Face folder instead of SmolLM2-135M-Instruct' \
 	  'STEPS=n SEED=n' 'of the training' \
+	  'DTYPE=float32' 'of the weights in the engine; or bfloat16, float16' \
 	  'PORT=8000' 'where the engine answers, on 127.0.0.1' \
 	  'DETACH=1' 'leave the engine serving the last version' \
 	  'ENGINE_TIMEOUT=300 ENGINE_ARGS=...' 'seconds to wait for the engine; more options for it' \

@@ -29,6 +29,9 @@ class Settings(BaseSettings):
     """Name of the seccomp profile the container was started with. Only reported; the facts are probed."""
     transport: str = "auto"
     """``auto``, or transport names in order of preference, separated by commas."""
+    wire_dtype: Literal["checkpoint", "engine"] = "checkpoint"
+    """Dtype of floating-point weights on the way, chosen by the engine's side: that of its model folder (its loader
+    widens them if it computes in a wider one), or the one it computes in."""
     engine_ready_s: float = Field(default=300.0, gt=0)
     """How long to wait for an engine to answer its control endpoint."""
     control_s: float = Field(default=30.0, gt=0)

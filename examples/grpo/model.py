@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import io
 import json
 import shutil
 import sys
 import tempfile
+from contextlib import redirect_stderr
 from importlib import metadata
 from pathlib import Path
 
@@ -101,7 +103,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    with redirect_stderr(io.StringIO()):  # a progress bar that no setting turns off; errors are raised, not written
+        source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = source.config.to_dict()
     config.pop("quantization_config", None)
     plain = LlamaForCausalLM(LlamaConfig.from_dict(config)).to(torch.bfloat16)

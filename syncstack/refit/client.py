@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from pathlib import Path
@@ -29,6 +30,9 @@ from syncstack.wire.messages import PROTOCOL_VERSION
 
 T = TypeVar("T")
 
+END_S = 0.5
+"""How long a stream may take to end by itself after its session has."""
+
 BEATS_BEFORE_LOST = 4
 """Heartbeats that may fail to come before a lease is given up."""
 
@@ -54,6 +58,9 @@ class Lease:
         except (httpx.HTTPError, httpx.StreamError, msgspec.DecodeError, OSError) as error:
             self.ended = f"the engine's control endpoint went away ({error or type(error).__name__})"
         finally:
+            # Only this thread touches the response, so that nobody closes it under a read.
+            with contextlib.suppress(httpx.HTTPError, OSError):
+                self._response.close()
             self._over.set()
 
     def over(self) -> bool:
@@ -61,10 +68,12 @@ class Lease:
         return self._over.is_set()
 
     def close(self) -> None:
-        """Give the session up: the engine ends it if it is still open."""
-        # Closing a response that another thread reads is not allowed to raise for us.
-        with contextlib.suppress(httpx.HTTPError, RuntimeError, OSError):
-            self._response.close()
+        """End the stream; the engine ends the session if it is still open. Blocks for at most a second."""
+        if self._over.wait(END_S):
+            return
+        with contextlib.suppress(OSError):
+            self._response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        self._over.wait(END_S)
 
 
 class EngineClient:
@@ -74,14 +83,8 @@ class EngineClient:
         self._folder = folder
         self._settings = settings
         self._http = self._new_http()
-        self.info: EngineInfo = self._call("GET", "/hello", EngineInfo, deadline_s=settings.control_s)
-        if self.info.protocol != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"engine {self.info.name} speaks another protocol version",
-                observed=str(self.info.protocol),
-                expected=str(PROTOCOL_VERSION),
-                next_step="run the same syncstack release on both sides",
-            )
+        self.info: EngineInfo
+        self.renew()
 
     @classmethod
     def connect(cls, address: str, *, settings: Settings) -> EngineClient:
@@ -102,28 +105,36 @@ class EngineClient:
                 f"socket folder {folder.parent} does not exist here",
                 next_step="mount the volume that the engine uses at SYNCSTACK_SOCKET_DIR",
             )
-        deadline = time.monotonic() + settings.engine_ready_s
+        return cls(folder, settings)
+
+    def renew(self) -> None:
+        """Ask the engine anew who it is: it may have been restarted. Waits for it as ``connect`` does."""
+        self.reset()
+        deadline = time.monotonic() + self._settings.engine_ready_s
         while True:
             try:
-                unix.connect(folder / "control.sock", deadline=min(deadline, time.monotonic() + 1.0)).close()
-                return cls(folder, settings)
+                unix.connect(self._folder / "control.sock", deadline=min(deadline, time.monotonic() + 1.0)).close()
+                self.info = self._call("GET", "/hello", EngineInfo, deadline_s=self._settings.control_s)
+                break
             except EngineUnreachable as error:
-                if time.monotonic() >= deadline or isinstance(error.__cause__, LinkRefused):
+                if time.monotonic() >= deadline:
                     raise EngineUnreachable(
-                        f"engine {folder.name} did not become ready within {settings.engine_ready_s:g} s",
+                        f"engine {self._folder.name} did not become ready within {self._settings.engine_ready_s:g} s",
                         observed=str(error),
                         next_step="look at the engine's log; is the same volume mounted in both containers?",
                     ) from None
+        if self.info.protocol != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"engine {self.info.name} speaks another protocol version",
+                observed=str(self.info.protocol),
+                expected=str(PROTOCOL_VERSION),
+                next_step="run the same syncstack release on both sides",
+            )
 
     @property
     def name(self) -> str:
         """The engine's name."""
         return self.info.name
-
-    @property
-    def address(self) -> str:
-        """Where it was connected to, as given to ``connect``."""
-        return f"unix:{self._folder}"
 
     def _new_http(self) -> httpx.Client:
         transport = httpx.HTTPTransport(uds=str(self._folder / "control.sock"))

@@ -7,6 +7,7 @@ when the trainer dies the kernel closes it. No step is guessed after that: the s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
@@ -61,6 +62,7 @@ class Control:
         self._heartbeat_s = heartbeat_s
         self._lock = asyncio.Lock()
         self._ended: dict[str, str] = {}
+        self._change = asyncio.Event()
 
     def hello(self) -> EngineInfo:
         """Who this engine is and what it expects."""
@@ -89,7 +91,8 @@ class Control:
         try:
             while self.state.session == session:
                 yield ""
-                await asyncio.sleep(self._heartbeat_s)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._change.wait(), self._heartbeat_s)
             yield self._ended.pop(session, "another session took its place")
         finally:
             if self.state.session == session:
@@ -171,8 +174,8 @@ class Control:
         self.state.check_session(request.session)
         if self.state.step is Step.COMMITTED:
             await self._host.resume()
-        self._ended[request.session] = f"version {self.state.version} serves"
         self.state.resume(request.session)
+        self._end(request.session, f"version {self.state.version} serves")
 
     async def _step_abort(self, request: StepRequest) -> None:
         if self.state.session is None:
@@ -187,10 +190,16 @@ class Control:
         paused = self.state.step is not Step.OPEN
         await self._finish(session)
         self.state.abort(reason)
-        self._ended[session] = f"aborted: {reason}; the engine is {self.state.step}"
+        self._end(session, f"aborted: {reason}; the engine is {self.state.step}")
         if self.state.step is Step.SERVING and paused:
             await self._host.resume()
         log.warning("session %s ended: %s; the engine is %s", session, reason, self.state.step)
+
+    def _end(self, session: str, how: str) -> None:
+        """Tell the session's lease, at once, how it ended."""
+        self._ended = {session: how}
+        self._change.set()
+        self._change = asyncio.Event()
 
     async def _finish(self, session: str) -> None:
         """Let every worker drop the session. It holds memory only, so a failure changes nothing but a log line."""

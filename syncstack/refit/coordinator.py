@@ -124,7 +124,7 @@ class Coordinator:
             if target.links and not target.lost():
                 continue
             target.drop_links()
-            target.client = EngineClient.connect(target.client.address, settings=self._settings)
+            target.client.renew()  # it may be another process by now
             target.links = target.client.open_links(self._rank)
             known = target.choice
             for worker in target.client.info.workers:

@@ -10,7 +10,7 @@ import pytest
 from tests.compose.stack import ROOT, STARTED, Stack, check, free_port, run
 
 PROJECT = f"syncstack-test-{os.getpid()}"
-UP_DEADLINE_S = 900
+UP_DEADLINE_S = 1200
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,7 +45,16 @@ def stack(request: pytest.FixtureRequest, project: str, tmp_path_factory: pytest
     profile: str = request.param
     out, port = tmp_path_factory.mktemp(profile), free_port()
     variables = {"SECCOMP": profile, "PROJECT": project, "PORT": str(port)}
-    output = check("make", "up-colocated", timeout_s=UP_DEADLINE_S, STEPS="2", DETACH="1", OUT=str(out), **variables)
+    output = check(
+        "make",
+        "up-colocated",
+        timeout_s=UP_DEADLINE_S,
+        STEPS="2",
+        DETACH="1",
+        OUT=str(out),
+        ENGINE_TIMEOUT="600",
+        **variables,
+    )
     try:
         sibling = f"{project}-sibling"
         compose = f". docker/lib.sh; compose run --detach --no-deps --name {sibling} trainer sleep 600"

@@ -53,6 +53,10 @@ def test_port_beyond_the_last() -> None:
     refused("PORT", PORT="65536")
 
 
+def test_unknown_dtype() -> None:
+    refused("DTYPE is not a dtype of an engine (observed: fp8;", DTYPE="fp8")
+
+
 def test_seed_is_no_number() -> None:
     refused("SEED is not a number", SEED="abc")
 

@@ -63,7 +63,7 @@ class ReferenceHost:
 
         self.model = str(folder)
         self.dtype = dtype
-        self.tensors = read_metas(folder, dtype=dtype)
+        self.tensors = read_metas(folder, dtype=dtype if settings.wire_dtype == "engine" else None)
         self._module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         self._worker = EngineWorker(
             ReferenceLoader(self._module),

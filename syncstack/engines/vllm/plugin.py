@@ -32,14 +32,16 @@ class VllmHost:
 
     kind = "vllm"
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, settings: Settings) -> None:
         import vllm
 
         model_config = client.vllm_config.model_config
         self.kind_version: str = vllm.__version__
         self.model: str = str(model_config.model)
         self.dtype = str(model_config.dtype).removeprefix("torch.")
-        self.tensors: tuple[ParamMeta, ...] = read_metas(Path(self.model), dtype=self.dtype)
+        self.tensors: tuple[ParamMeta, ...] = read_metas(
+            Path(self.model), dtype=self.dtype if settings.wire_dtype == "engine" else None
+        )
         self._client = client
         self._mode: PauseMode = "wait"
 
@@ -87,10 +89,11 @@ class SyncstackEndpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the control endpoint once the engine is up."""
         del state, args
-        host = VllmHost(engine_client)
+        settings = Settings.load()
+        host = VllmHost(engine_client, settings)
         if not host.kind_version.startswith(TESTED_WITH):
             log.warning("vLLM %s was not tested; tested: %s", host.kind_version, ", ".join(TESTED_WITH))
-        self._task = await start_control(host, self._state, Settings.load())
+        self._task = await start_control(host, self._state, settings)
 
 
 def endpoint_plugin() -> SyncstackEndpoint:

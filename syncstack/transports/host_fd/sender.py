@@ -19,8 +19,8 @@ from syncstack.weights.source import WeightSource
 from syncstack.wire.link import Link, close_fds
 from syncstack.wire.messages import BucketReady, Fault, Offer, Staged, StageEnd
 
-PIECE_BYTES = 512 << 10
-"""Digest and copy in pieces of this size: half of a common second-level cache."""
+PIECE_BYTES = 256 << 10
+"""Copy and digest in pieces of this size: source and target of one fit a common second-level cache."""
 
 
 class HostFdSender:
@@ -177,10 +177,10 @@ def _copy_and_digest(target: torch.Tensor, source: torch.Tensor) -> str:
     slowest of them sets the pace, while the worker's digest wants the other core anyway.
     """
     hasher = Hasher()
-    raw = memoryview(source.view(torch.uint8).numpy())
+    raw = memoryview(source.view(torch.uint8).numpy())  # type: ignore[arg-type]
     to, at = target.data_ptr(), source.data_ptr()
     for low in range(0, len(raw), PIECE_BYTES):
         piece = raw[low : low + PIECE_BYTES]
-        hasher.update(piece)
         ctypes.memmove(to + low, at + low, len(piece))
+        hasher.update(piece)
     return hasher.hexdigest()
