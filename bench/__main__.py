@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from syncstack.settings import Settings
 from syncstack.transports.host_fd.sender import HostFdSender
 from syncstack.weights.digest import ALGORITHM, digest
 from syncstack.weights.manifest import resolve
@@ -119,6 +120,7 @@ def measure(rounds: int, bucket_bytes: int) -> dict[str, list[float]]:
             found["digest"].append(timed(floor.digest))
             found["host_fd"].append(timed(move))
         link.close()
+        sender.close()
         child.stdin.close()
         child.wait(timeout=30)
     return found
@@ -163,14 +165,15 @@ def main() -> None:
     """Measure, print, and write JSON where asked to."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--bucket-mib", type=int, default=16)
+    parser.add_argument("--bucket-mib", type=float, default=Settings.model_fields["bucket_bytes"].default / 2**20)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     num_bytes = sum(meta.nbytes for meta in ModuleSource(smollm2_shapes(torch.bfloat16)).metadata())
-    result = summary(measure(arguments.rounds, arguments.bucket_mib << 20), num_bytes)
+    result = summary(measure(arguments.rounds, int(arguments.bucket_mib * 2**20)), num_bytes)
     show(result)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -46,7 +46,7 @@ class Settings(BaseSettings):
     """Deadline for running requests to end when ``pause_mode`` is ``wait``."""
     heartbeat_s: float = Field(default=0.5, gt=0)
     """Interval of the lease's heartbeat. A silent peer is given up after four of them."""
-    bucket_bytes: int = Field(default=16 << 20, ge=4096)
+    bucket_bytes: int = Field(default=8 << 20, ge=4096)
     """Bytes after which the receiver is told what it may read already."""
 
     @classmethod

@@ -243,7 +243,7 @@ class Coordinator:
         for target in self._targets:
             target.drop_links()
             target.client.close()
-        self._sender.retire()
+        self._sender.close()
 
     def __enter__(self) -> Self:
         return self

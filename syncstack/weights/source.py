@@ -29,7 +29,7 @@ class WeightSource(Protocol):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` in the order of ``metadata``. Every rank must iterate if the source is sharded.
 
-        A tensor is read before the next one is asked for; the source may reuse its memory after that.
+        The tensors of one bucket are read together, so a source must not write into one that is still referenced.
         """
         ...
 
@@ -48,6 +48,16 @@ class ModuleSource:
         return dict(self._module.state_dict(keep_vars=False))
 
     @staticmethod
+    def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        first: dict[tuple[object, ...], str] = {}
+        tied = {}
+        for name, tensor in tensors.items():
+            target = first.setdefault(ModuleSource._identity(tensor), name)
+            if target != name:
+                tied[name] = target
+        return tied
+
+    @staticmethod
     def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
         # An empty tensor has no address to be identified by: each is its own.
         address = tensor.data_ptr() if tensor.numel() else id(tensor)
@@ -55,25 +65,21 @@ class ModuleSource:
 
     def metadata(self) -> Sequence[ParamMeta]:
         """See WeightSource."""
-        aliases = self.aliases()
+        tensors = self._tensors()
+        tied = self._tied(tensors)
         return tuple(
             ParamMeta(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-            for name, tensor in self._tensors().items()
-            if name not in aliases
+            for name, tensor in tensors.items()
+            if name not in tied
         )
 
     def aliases(self) -> Mapping[str, str]:
         """See WeightSource."""
-        first: dict[tuple[object, ...], str] = {}
-        tied = {}
-        for name, tensor in self._tensors().items():
-            target = first.setdefault(self._identity(tensor), name)
-            if target != name:
-                tied[name] = target
-        return tied
+        return self._tied(self._tensors())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        aliases = self.aliases()
-        for name, tensor in self._tensors().items():
-            if name not in aliases:
+        tensors = self._tensors()
+        tied = self._tied(tensors)
+        for name, tensor in tensors.items():
+            if name not in tied:
                 yield name, tensor

@@ -7,7 +7,10 @@ once; the workers digest a bucket while the sender fills the next.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,8 +22,11 @@ from syncstack.weights.source import WeightSource
 from syncstack.wire.link import Link, close_fds
 from syncstack.wire.messages import BucketReady, Fault, Offer, Staged, StageEnd
 
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 512 << 10
 """Copy and digest in pieces of this size: source and target of one fit a common second-level cache."""
+
+MAX_WRITERS = 4
+"""Threads that fill a bucket, at most: with more the memory is the limit."""
 
 
 class HostFdSender:
@@ -29,7 +35,8 @@ class HostFdSender:
     def __init__(self, *, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._segment: SenderSegment | None = None
-        self._known: dict[Link, str] = {}
+        self._known: WeakKeyDictionary[Link, str] = WeakKeyDictionary()
+        self._writers = ThreadPoolExecutor(min(MAX_WRITERS, os.cpu_count() or 1), "syncstack-write")
         self.cast_bytes = 0
 
     def stage(
@@ -93,24 +100,34 @@ class HostFdSender:
     ) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Write every tensor; yields (index of the first, digests) for each bucket that is complete."""
         area = torch.frombuffer(segment.data, dtype=torch.uint8) if manifest.total_bytes else torch.empty(0)
-        tensors = iter(source)
         self.cast_bytes = 0
-        first, filled, digests = 0, 0, list[str]()
-        previous = None
-        for index, (want, slot) in enumerate(zip(wanted, manifest.tensors, strict=True)):
-            if want.source != previous:
-                value = _next_tensor(tensors, want.source)
+        first = 0
+        for bucket in self._buckets(source, wanted, manifest):
+            # One core cannot fill a memory bus; the library and memmove release the interpreter lock.
+            digests = self._writers.map(lambda item: _write(area, segment.data, *item), bucket)
+            yield first, tuple(digests)
+            first += len(bucket)
+
+    def _buckets(
+        self, source: WeightSource, wanted: Sequence[Wanted], manifest: Manifest
+    ) -> Iterator[list[tuple[TensorSlot, torch.Tensor]]]:
+        """Slots and values in order, cut after ``bucket_bytes``. The values of one bucket are held together."""
+        tensors = iter(source)
+        bucket: list[tuple[TensorSlot, torch.Tensor]] = []
+        filled = 0
+        name, value = None, torch.empty(0)
+        for want, slot in zip(wanted, manifest.tensors, strict=True):
+            if want.source != name:
+                name, value = want.source, _next_tensor(tensors, want.source)
+                filled += slot.nbytes
                 if str(value.dtype) != f"torch.{slot.dtype}":
                     self.cast_bytes += value.numel() * value.element_size()
-                found = _write(area, segment.data, slot, value)
-                filled += slot.nbytes
-                previous = want.source
-            digests.append(found)
+            bucket.append((slot, value))
             if filled >= self._bucket_bytes:
-                yield first, tuple(digests)
-                first, filled, digests = index + 1, 0, []
-        if digests:
-            yield first, tuple(digests)
+                yield bucket
+                bucket, filled = [], 0
+        if bucket:
+            yield bucket
 
     @staticmethod
     def _await_staged(link: Link, session: str, num_tensors: int, deadline: float) -> Staged:
@@ -129,9 +146,10 @@ class HostFdSender:
             )
         return message
 
-    def forget(self, link: Link) -> None:
-        """Drop what is known about a link that was closed."""
-        self._known.pop(link, None)
+    def close(self) -> None:
+        """Give up the segment and end the writers."""
+        self.retire()
+        self._writers.shutdown()
 
     def retire(self) -> None:
         """Give up the segment: the next refit gets fresh memory, and a worker that still reads this one is safe."""
@@ -144,7 +162,7 @@ class HostFdSender:
 def _next_tensor(tensors: Iterator[tuple[str, torch.Tensor]], name: str) -> torch.Tensor:
     for found, tensor in tensors:
         if found == name:
-            return tensor.detach()
+            return tensor
     raise TransportError(
         "the weight source does not give what its metadata announced",
         expected=name,
@@ -154,7 +172,7 @@ def _next_tensor(tensors: Iterator[tuple[str, torch.Tensor]], name: str) -> torc
 
 def _write(area: torch.Tensor, data: memoryview, slot: TensorSlot, value: torch.Tensor) -> str:
     """Cast and copy one tensor into its slot; returns the digest of its bytes as they travel."""
-    if tuple(value.shape) != slot.shape:
+    if value.shape != slot.shape:
         raise TransportError(
             f"{slot.name} changed its shape since its metadata was read",
             observed=str(list(value.shape)),
@@ -162,25 +180,25 @@ def _write(area: torch.Tensor, data: memoryview, slot: TensorSlot, value: torch.
         )
     if slot.nbytes == 0:
         return digest(b"")
+    dtype = getattr(torch, slot.dtype)
+    if value.dtype is dtype and value.is_contiguous() and value.device.type == "cpu":
+        return _copy_and_digest(area.data_ptr() + slot.offset, value.data_ptr(), slot.nbytes)
     begin, end = slot.offset, slot.offset + slot.nbytes
-    target = area[begin:end].view(getattr(torch, slot.dtype))
-    if value.is_contiguous() and value.device.type == "cpu" and value.dtype is target.dtype:
-        return _copy_and_digest(target, value.reshape(-1))
-    target.view(slot.shape).copy_(value)
+    with torch.no_grad():
+        area[begin:end].view(dtype).view(slot.shape).copy_(value)
     return digest(data[begin:end])
 
 
-def _copy_and_digest(target: torch.Tensor, source: torch.Tensor) -> str:
-    """Copy equal, contiguous host tensors in cache-sized pieces, each digested as it is read from the source.
+def _copy_and_digest(to: int, at: int, nbytes: int) -> str:
+    """Copy ``nbytes`` of host memory in cache-sized pieces, each digested while it is still in the cache.
 
     memmove and not torch's copy: the latter starts all of torch's threads for every piece, and on busy cores the
     slowest of them sets the pace, while the worker's digest wants the other core anyway.
     """
     hasher = Hasher()
-    raw = memoryview(source.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    to, at = target.data_ptr(), source.data_ptr()
-    for low in range(0, len(raw), PIECE_BYTES):
-        piece = raw[low : low + PIECE_BYTES]
+    source = memoryview((ctypes.c_char * nbytes).from_address(at)).cast("B")
+    for low in range(0, nbytes, PIECE_BYTES):
+        piece = source[low : low + PIECE_BYTES]
         ctypes.memmove(to + low, at + low, len(piece))
         hasher.update(piece)
     return hasher.hexdigest()
