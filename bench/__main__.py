@@ -109,9 +109,7 @@ def measure(rounds: int, bucket_bytes: int) -> dict[str, list[float]]:
         sender = HostFdSender(bucket_bytes=bucket_bytes)
 
         def move() -> None:
-            _, (staged,) = sender.stage(
-                source, wanted, [link], session=secrets.token_hex(8), version=1, deadline=time.monotonic() + 60
-            )
+            _, (staged,) = sender.stage(source, wanted, [link], session=secrets.token_hex(8), version=1, wait_s=60.0)
             found["worker_digest"].append(staged.digest_s)
 
         found["first"].append(timed(move))

@@ -7,6 +7,7 @@
     |   |-- SettingsError          an option or environment variable has a bad value
     |   |-- ModelFolderError       a model folder without config, with missing or broken shards
     |   |-- ProfileError           a seccomp profile that is unknown, malformed or not applicable
+    |   |-- EngineNotReady         no engine answered within the time that was given for it to start
     |   `-- ManifestMismatch       the engine holds another model: names, shapes or dtypes differ
     |-- PlanError                  no transport can serve this link; lists why for each
     |-- LinkError                  the data link between a trainer rank and an engine worker
@@ -86,6 +87,10 @@ class ProfileError(UsageError):
 
 class ManifestMismatch(UsageError):
     """The offered weights are not this engine's: names, shapes or dtypes differ. The engine kept its old weights."""
+
+
+class EngineNotReady(UsageError):
+    """No engine answered within the time that was given for it to start."""
 
 
 class PlanError(SyncstackError):

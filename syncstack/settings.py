@@ -29,15 +29,15 @@ class Settings(BaseSettings):
     """Name of the seccomp profile the container was started with. Only reported; the facts are probed."""
     transport: str = "auto"
     """``auto``, or transport names in order of preference, separated by commas."""
-    wire_dtype: Literal["checkpoint", "engine"] = "checkpoint"
-    """Dtype of floating-point weights on the way, chosen by the engine's side: that of its model folder (its loader
-    widens them if it computes in a wider one), or the one it computes in."""
+    wire_dtype: Literal["checkpoint", "engine"] = "engine"
+    """Dtype of floating-point weights on the way, chosen by the engine's side: the one it computes in, or that of its
+    model folder (half the bytes for a float32 engine, but a trainer's small steps are rounded away)."""
     engine_ready_s: float = Field(default=300.0, gt=0)
     """How long to wait for an engine to answer its control endpoint."""
     control_s: float = Field(default=30.0, gt=0)
     """Deadline of each control call that does not move or load weights."""
     link_s: float = Field(default=30.0, gt=0)
-    """Deadline of each wait on a data link."""
+    """Deadline of each wait on a data link: for one message to be taken or to come, not for a whole version."""
     load_s: float = Field(default=300.0, gt=0)
     """Deadline of the engine's own loader."""
     pause_mode: PauseMode = "wait"
@@ -45,7 +45,7 @@ class Settings(BaseSettings):
     pause_s: float = Field(default=120.0, gt=0)
     """Deadline for running requests to end when ``pause_mode`` is ``wait``."""
     heartbeat_s: float = Field(default=0.5, gt=0)
-    """Interval of the lease's heartbeat. A silent peer is given up after four of them."""
+    """Interval of the lease's heartbeat, set by the engine's side. A trainer waits for four and a second."""
     bucket_bytes: int = Field(default=8 << 20, ge=4096)
     """Bytes after which the receiver is told what it may read already."""
 

@@ -31,7 +31,7 @@ async def start_control(host: EngineHost, state: EngineState, settings: Settings
     folder = settings.socket_dir / settings.engine_name
     unix.prepare_folder(folder)
     workers = []
-    for reply in await host.call_workers("info", "", START_S):
+    for reply in await host.call_workers("info", "", "", START_S):
         if "error" in reply:
             raise ErrorReply(**reply["error"]).to_error()
         workers.append(msgspec.convert(reply, WorkerInfo))

@@ -7,6 +7,7 @@ dicts of numbers and texts.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +16,13 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from syncstack.errors import LoadFailed, SyncstackError
+from syncstack.errors import LoadFailed, ProtocolError, SyncstackError
 from syncstack.facts import collect
 from syncstack.refit.messages import ErrorReply, WorkerInfo
 from syncstack.transports.endpoint import WorkerEndpoint
+from syncstack.transports.host_fd.receiver import StagedVersion
+from syncstack.weights.manifest import MAX_LISTED, fingerprint
 from syncstack.wire.link import PROCESS_NONCE
-
-MAX_LISTED = 10
 
 
 class Loader(Protocol):
@@ -46,22 +47,29 @@ class EngineWorker:
     def __init__(self, loader: Loader, *, folder: Path, rank: int, link_s: float) -> None:
         self._loader = loader
         self._rank = rank
+        # A load that its caller gave up may still run: the next one waits until it has noticed.
+        self._loading = threading.Lock()
         self._endpoint = WorkerEndpoint(folder / f"worker-{rank}.sock", rank=rank, link_s=link_s)
 
     def info(self) -> WorkerInfo:
         """Who this worker is, with its own facts: they decide, not the front end's."""
         return WorkerInfo(rank=self._rank, socket=self._endpoint.path.name, nonce=PROCESS_NONCE, facts=collect())
 
-    def call(self, op: str, session: str = "") -> dict[str, Any]:
-        """Run ``info``, ``load``, ``verify`` or ``finish``; a failure comes back as ``{"error": ...}``."""
+    def call(self, op: str, session: str = "", expect: str = "") -> dict[str, Any]:
+        """Run ``info``, ``load``, ``verify`` or ``finish``; a failure comes back as ``{"error": ...}``.
+
+        ``expect`` is the fingerprint of what ``begin`` accepted: nothing else is loaded.
+        """
         try:
             if op == "info":
                 info: dict[str, Any] = msgspec.to_builtins(self.info())
                 return info
             if op == "load":
-                return self._load(session)
+                with self._loading:
+                    return self._load(session, expect)
             if op == "verify":
-                return self._verify(session)
+                with self._loading:
+                    return self._verify(session, expect)
             if op == "finish":
                 self._endpoint.drop(session)
                 return {}
@@ -72,8 +80,16 @@ class EngineWorker:
             failed = LoadFailed(f"worker {self._rank} failed in {op}", observed=f"{type(error).__name__}: {error}")
             return {"error": msgspec.to_builtins(ErrorReply.of(failed))}
 
-    def _load(self, session: str) -> dict[str, Any]:
+    def _take(self, session: str, expect: str) -> StagedVersion:
         version = self._endpoint.take(session)
+        if fingerprint(version.offer.version, version.offer.tensors) != expect:
+            raise ProtocolError(
+                "the staged weights are not those that begin announced", consequence="They were not loaded"
+            )
+        return version
+
+    def _load(self, session: str, expect: str) -> dict[str, Any]:
+        version = self._take(session, expect)
         begin = time.perf_counter()
         try:
             self._loader.load(version.views())
@@ -83,8 +99,9 @@ class EngineWorker:
             raise
         return {"load_s": time.perf_counter() - begin, "tensors": len(version.offer.tensors)}
 
-    def _verify(self, session: str) -> dict[str, Any]:
-        self._endpoint.take(session).check_unchanged()
+    def _verify(self, session: str, expect: str) -> dict[str, Any]:
+        version = self._take(session, expect)
+        version.check_again()
         missed = self._loader.verify()
         if missed:
             more = f" and {len(missed) - MAX_LISTED} more" if len(missed) > MAX_LISTED else ""
@@ -95,7 +112,7 @@ class EngineWorker:
                 expected="every parameter filled",
                 next_step="this model's loader drops names; report it with the model's architecture",
             )
-        return {"tensors": len(self._endpoint.take(session).offer.tensors)}
+        return {"tensors": len(version.offer.tensors)}
 
     def close(self) -> None:
         """Close the data socket and every link."""

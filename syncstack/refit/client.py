@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import msgspec
 
 from syncstack.errors import (
     DeadlineExceeded,
+    EngineNotReady,
     EngineUnreachable,
     LinkRefused,
     ProtocolError,
@@ -90,7 +92,7 @@ class EngineClient:
     def connect(cls, address: str, *, settings: Settings) -> EngineClient:
         """Wait until the engine at ``unix:FOLDER`` answers, at most ``settings.engine_ready_s``.
 
-        Raises UsageError for an address of another form and EngineUnreachable when the time is up.
+        Raises UsageError for an address of another form and EngineNotReady when the time is up.
         """
         scheme, _, path = address.partition(":")
         if scheme != "unix" or not path.startswith("/"):
@@ -100,9 +102,9 @@ class EngineClient:
                 next_step="fix --engine",
             )
         folder = Path(path)
-        if not folder.parent.is_dir():
+        if not os.access(folder.parent, os.X_OK):
             raise UsageError(
-                f"socket folder {folder.parent} does not exist here",
+                f"socket folder {folder.parent} does not exist here, or may not be entered",
                 next_step="mount the volume that the engine uses at SYNCSTACK_SOCKET_DIR",
             )
         return cls(folder, settings)
@@ -116,9 +118,9 @@ class EngineClient:
                 unix.connect(self._folder / "control.sock", deadline=min(deadline, time.monotonic() + 1.0)).close()
                 self.info = self._call("GET", "/hello", EngineInfo, deadline_s=self._settings.control_s)
                 break
-            except EngineUnreachable as error:
+            except (EngineUnreachable, DeadlineExceeded) as error:
                 if time.monotonic() >= deadline:
-                    raise EngineUnreachable(
+                    raise EngineNotReady(
                         f"engine {self._folder.name} did not become ready within {self._settings.engine_ready_s:g} s",
                         observed=str(error),
                         next_step="look at the engine's log; is the same volume mounted in both containers?",
@@ -174,8 +176,8 @@ class EngineClient:
         """Open a session. Raises ManifestMismatch or EngineBusy; nothing has changed then."""
         body = msgspec.json.encode(BeginRequest(session=session, version=version, tensors=tensors))
         # A read timeout on the stream is the heartbeat's: an engine that is stopped is noticed without our asking.
-        silence = self._settings.heartbeat_s * BEATS_BEFORE_LOST + 1.0
-        timeout = httpx.Timeout(self._settings.control_s, read=max(silence, 2.0))
+        silence = self.info.heartbeat_s * BEATS_BEFORE_LOST + 1.0
+        timeout = httpx.Timeout(self._settings.control_s, read=silence)
         request = self._http.build_request("POST", "/begin", content=body, timeout=timeout)
         try:
             response = self._http.send(request, stream=True)
@@ -214,7 +216,7 @@ class EngineClient:
         return links
 
     def reset(self) -> None:
-        """Drop every connection; a call that another thread has in flight ends with EngineUnreachable."""
+        """Drop every connection. A call that another thread has in flight ends at its own deadline at the latest."""
         self._http.close()
         self._http = self._new_http()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
@@ -16,11 +17,20 @@ from syncstack.errors import DeadlineExceeded, LoadFailed, SyncstackError
 from syncstack.refit.messages import BeginRequest, EngineInfo, ErrorReply, StepReply, StepRequest, WorkerInfo
 from syncstack.refit.state import EngineState, Step
 from syncstack.settings import PauseMode
-from syncstack.weights.manifest import compare
+from syncstack.weights.manifest import compare, fingerprint
 from syncstack.weights.meta import ParamMeta
 from syncstack.wire.messages import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
+
+
+STALL_S = 60.0
+"""How long an engine may stand between two steps before it takes its trainer for hung."""
+
+RESUME_S = 10.0
+"""How long an engine may take to resume, or a worker to drop a session."""
+
+DRAIN_POLL_S = 0.01
 
 
 class EngineHost(Protocol):
@@ -32,8 +42,11 @@ class EngineHost(Protocol):
     dtype: str
     tensors: tuple[ParamMeta, ...]
 
-    async def call_workers(self, op: str, session: str, deadline_s: float) -> list[dict[str, Any]]:
-        """Run ``op`` in every worker (see ``engines/worker.py``) and return what each answered, by rank."""
+    async def call_workers(self, op: str, session: str, expect: str, deadline_s: float) -> list[dict[str, Any]]:
+        """Run ``op`` in every worker (see ``engines/worker.py``) and return what each answered, by rank.
+
+        Raises TimeoutError at the deadline; a call that was given up must not be taken for the answer to the next.
+        """
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -63,6 +76,7 @@ class Control:
         self._lock = asyncio.Lock()
         self._ended: dict[str, str] = {}
         self._change = asyncio.Event()
+        self._expect = ""
 
     def hello(self) -> EngineInfo:
         """Who this engine is and what it expects."""
@@ -76,14 +90,20 @@ class Control:
             dtype=host.dtype,
             tensors=host.tensors,
             workers=self._workers,
+            heartbeat_s=self._heartbeat_s,
             state=self.state.report(),
         )
 
     async def begin(self, request: BeginRequest) -> None:
         """Check the offer and open a session. Raises ManifestMismatch or EngineBusy and changes nothing then."""
         compare(request.tensors, self._host.tensors)
+        self.state.check_begin(request.version)  # now, and not when a load of minutes has let go of the lock
         async with self._lock:
+            replaced = self.state.session
             self.state.begin(request.version, request.session)
+            self._expect = fingerprint(request.version, request.tensors)
+            if replaced is not None and replaced != request.session:
+                await self._finish(replaced)
         log.info("version %d: session %s is open", request.version, request.session)
 
     async def lease(self, session: str) -> AsyncGenerator[str, None]:
@@ -91,20 +111,28 @@ class Control:
         try:
             while self.state.session == session:
                 yield ""
+                if self._stalled():
+                    await self._abandon(session, f"its trainer did nothing for {STALL_S:g} s while the engine stood")
+                    continue
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._change.wait(), self._heartbeat_s)
             yield self._ended.pop(session, "another session took its place")
         finally:
             if self.state.session == session:
                 # The trainer went away. Finish in a task of our own: this one is being cancelled.
-                task = asyncio.get_running_loop().create_task(self._abandon(session))
+                task = asyncio.get_running_loop().create_task(self._abandon(session, "its trainer went away"))
                 _TASKS.add(task)
                 task.add_done_callback(_TASKS.discard)
 
-    async def _abandon(self, session: str) -> None:
+    def _stalled(self) -> bool:
+        """Whether the engine stands between two steps, and has for too long: its trainer lives but does nothing."""
+        standing = self.state.step in (Step.PAUSED, Step.LOADING, Step.VERIFIED, Step.COMMITTED)
+        return standing and not self._lock.locked() and time.time() - self.state.since > STALL_S
+
+    async def _abandon(self, session: str, reason: str) -> None:
         async with self._lock:
             if self.state.session == session:
-                await self._abort("its trainer went away")
+                await self._abort(reason)
 
     async def step(self, name: str, request: StepRequest) -> StepReply:
         """Run one step of the transaction under the lock."""
@@ -116,7 +144,12 @@ class Control:
         self.state.advance(Step.PAUSED, request.session)  # the gate closes before the engine drains
         try:
             async with asyncio.timeout(request.deadline_s):
+                # A request may be in the gate and not yet in the engine: it would run on the next weights.
+                if request.mode == "wait":
+                    await self._drain()
                 await self._host.pause(request.mode)
+                if request.mode == "abort":
+                    await self._drain()
         except TimeoutError:
             await self._abort("pause did not end")
             raise DeadlineExceeded(
@@ -128,12 +161,16 @@ class Control:
             await self._abort(f"pause failed: {error}")
             raise
 
+    async def _drain(self) -> None:
+        while self.state.in_flight:
+            await asyncio.sleep(DRAIN_POLL_S)
+
     async def _step_load(self, request: StepRequest) -> list[dict[str, Any]]:
         self.state.advance(Step.LOADING, request.session)
         return await self._on_workers("load", request)
 
     async def _step_verify(self, request: StepRequest) -> list[dict[str, Any]]:
-        self.state.check_session(request.session)
+        self.state.check_next(Step.VERIFIED, request.session)
         replies = await self._on_workers("verify", request)
         self.state.advance(Step.VERIFIED, request.session)
         return replies
@@ -141,7 +178,7 @@ class Control:
     async def _on_workers(self, op: str, request: StepRequest) -> list[dict[str, Any]]:
         """Run ``op`` everywhere; any failure from here on makes the engine dirty."""
         try:
-            replies = await self._host.call_workers(op, request.session, request.deadline_s)
+            replies = await self._host.call_workers(op, request.session, self._expect, request.deadline_s)
             for reply in replies:
                 if "error" in reply:
                     raise ErrorReply(**reply["error"]).to_error()
@@ -150,6 +187,10 @@ class Control:
         except SyncstackError as error:
             await self._abort(f"{op} failed: {error}")
             raise
+        except TimeoutError:
+            what = f"{op} did not end within {request.deadline_s:g} s"
+            await self._abort(what)
+            raise DeadlineExceeded(what, next_step="raise SYNCSTACK_LOAD_S if the engine's loader needs more") from None
         except Exception as error:
             # Whatever an engine raises, its weights are unknown now.
             await self._abort(f"{op} failed: {error}")
@@ -157,15 +198,16 @@ class Control:
         return replies
 
     async def _step_commit(self, request: StepRequest) -> None:
-        self.state.check_session(request.session)
+        self.state.check_next(Step.COMMITTED, request.session)
         assert self.state.target is not None
         try:
-            await self._host.publish(self.state.target)
+            async with asyncio.timeout(request.deadline_s):
+                await self._host.publish(self.state.target)
         except Exception as error:
             await self._abort(f"caches could not be flushed: {error}")
             if isinstance(error, SyncstackError):
                 raise
-            raise LoadFailed("the engine could not publish its version", observed=str(error)) from error
+            raise LoadFailed("the engine could not publish its version", observed=repr(error)) from error
         self.state.advance(Step.COMMITTED, request.session)
         await self._finish(request.session)
         log.info("version %d is in", self.state.version)
@@ -173,7 +215,8 @@ class Control:
     async def _step_resume(self, request: StepRequest) -> None:
         self.state.check_session(request.session)
         if self.state.step is Step.COMMITTED:
-            await self._host.resume()
+            async with asyncio.timeout(request.deadline_s):
+                await self._host.resume()
         self.state.resume(request.session)
         self._end(request.session, f"version {self.state.version} serves")
 
@@ -187,12 +230,17 @@ class Control:
         session = self.state.session
         if session is None:
             return
-        paused = self.state.step is not Step.OPEN
         await self._finish(session)
+        if self.state.step in (Step.PAUSED, Step.COMMITTED) and not self.state.tainted:
+            # Its weights are whole, old or new: let it serve. If it will not go on, it must not say that it serves.
+            try:
+                async with asyncio.timeout(RESUME_S):
+                    await self._host.resume()
+            except Exception as error:
+                log.exception("the engine did not resume")
+                self.state.taint(f"it did not resume: {error!r}")
         self.state.abort(reason)
         self._end(session, f"aborted: {reason}; the engine is {self.state.step}")
-        if self.state.step is Step.SERVING and paused:
-            await self._host.resume()
         log.warning("session %s ended: %s; the engine is %s", session, reason, self.state.step)
 
     def _end(self, session: str, how: str) -> None:
@@ -204,7 +252,7 @@ class Control:
     async def _finish(self, session: str) -> None:
         """Let every worker drop the session. It holds memory only, so a failure changes nothing but a log line."""
         try:
-            await self._host.call_workers("finish", session, 10.0)
+            await self._host.call_workers("finish", session, "", RESUME_S)
         except Exception:
             log.exception("a worker could not drop session %s", session)
 

@@ -113,10 +113,6 @@ class Coordinator:
         self._step(refit, "load", deadline_s=settings.load_s)
         for name in ("verify", "commit", "resume"):
             self._step(refit, name, deadline_s=settings.control_s)
-        for target in self._targets:
-            assert target.lease is not None
-            target.lease.close()
-            target.lease = None
 
     def _connect(self) -> None:
         """Make sure that every engine is the one we know and that its links are up; plan each link once."""
@@ -153,7 +149,7 @@ class Coordinator:
             [link for target in self._targets for link in target.links],
             session=refit.session,
             version=refit.version,
-            deadline=time.monotonic() + self._settings.link_s,
+            wait_s=self._settings.link_s,
         )
         refit.transport_s = time.perf_counter() - begin
         return result
@@ -166,6 +162,10 @@ class Coordinator:
                 call = target.client.step
                 # The engine keeps the deadline itself; ours only catches an engine that cannot.
                 target.steps[name] = self._watched(lambda c=call: c(name, request, deadline_s=deadline_s + 2.0))  # type: ignore[misc]
+                if name == "resume" and target.lease is not None:
+                    # It ends by itself now, and its end is no death.
+                    target.lease.close()
+                    target.lease = None
 
     def _watched(self, call: Callable[[], T]) -> T:
         """Run ``call`` and return its result, but end early when an engine's process has gone."""
@@ -215,7 +215,10 @@ class Coordinator:
             return "unreachable"
         except SyncstackError:
             # The session had ended already; the engine knows how.
-            state = target.client.state()
+            try:
+                state = target.client.state()
+            except SyncstackError:
+                return "unreachable"
         return f"{state.step} (version {state.version})"
 
     def _report(self, refit: _Refit, target: _Target) -> RefitReport:

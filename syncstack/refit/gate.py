@@ -27,7 +27,8 @@ class Gate:
     """Refuses every request that could generate while the weights are not verified.
 
     A refused request gets 503 and, while an update is on, ``Retry-After: 1``. Version is that of the moment when the
-    request was let in: with ``pause_mode=keep`` a request that is frozen over an update ends under the next one.
+    request was let in: with ``pause_mode=keep`` a request that is frozen over an update ends under the next one. The
+    other modes wait for every request in the gate.
     """
 
     def __init__(self, app: App, state: EngineState) -> None:
@@ -43,7 +44,13 @@ class Gate:
             await self._refuse(scope, send)
             return
         version = str(self._state.version).encode()
+        self._state.in_flight += 1
+        try:
+            await self._serve(scope, receive, send, version)
+        finally:
+            self._state.in_flight -= 1
 
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, version: bytes) -> None:
         async def with_version(message: Message) -> None:
             if message["type"] in ("http.response.start", "websocket.accept"):
                 message["headers"] = [*message.get("headers", ()), (VERSION_HEADER, version)]

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from syncstack.errors import (
     EngineBusy,
     EngineDirty,
+    EngineError,
     LinkRefused,
     ProtocolError,
     SyncstackError,
@@ -52,7 +53,7 @@ def _json(value: object, status: int = 200) -> Response:
 
 
 async def _body(request: Request, kind: type[T]) -> T:
-    body = b""
+    body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
@@ -87,7 +88,9 @@ def build_app(control: Control) -> Starlette:
         return _json(await control.step(request.url.path[1:], await _body(request, StepRequest)))
 
     async def on_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, SyncstackError)
+        if not isinstance(error, SyncstackError):
+            log.error("control endpoint", exc_info=error)
+            error = EngineError("the engine's control endpoint failed", observed=f"{type(error).__name__}: {error}")
         return _json(ErrorReply.of(error), _status(error))
 
     return Starlette(
@@ -97,7 +100,7 @@ def build_app(control: Control) -> Starlette:
             Route("/begin", begin, methods=["POST"]),
             *(Route(f"/{name}", step, methods=["POST"], name=name) for name in STEPS),
         ],
-        exception_handlers={SyncstackError: on_error},
+        exception_handlers={SyncstackError: on_error, Exception: on_error},
     )
 
 
@@ -129,6 +132,7 @@ class ControlServer(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                limit_concurrency=64,
                 timeout_graceful_shutdown=1,
             )
         )

@@ -41,6 +41,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[ParamMeta, ...]
     """Names, dtypes and shapes that a full refit must bring."""
     workers: tuple[WorkerInfo, ...]
+    heartbeat_s: float
+    """Interval of the lease's lines."""
     state: StateReport
 
 

@@ -70,21 +70,30 @@ class EngineState:
         self.session: str | None = None
         self.reason = ""
         self.since = time.time()
-        self._tainted = True  # a starting engine accepts nothing, as a dirty one
+        self.in_flight = 0
+        """Requests that the gate has let in and that have not ended."""
+        self.tainted = True
+        """The weights may be mixed, or the engine is still starting: nothing may be served."""
 
     @property
     def accepts_requests(self) -> bool:
         """Whether a new request may enter."""
-        return self.step in (Step.SERVING, Step.OPEN) and not self._tainted
+        return self.step in (Step.SERVING, Step.OPEN) and not self.tainted
 
     def started(self) -> None:
         """The engine has loaded its model folder: version 0."""
         assert self.step is Step.STARTING
-        self._tainted = False
+        self.tainted = False
         self._move(Step.SERVING)
 
     def begin(self, version: int, session: str) -> None:
         """Open a session. Again for the same version: the same session goes on, under its new name."""
+        self.check_begin(version)
+        self.target, self.session = version, session
+        self._move(Step.OPEN)
+
+    def check_begin(self, version: int) -> None:
+        """Raise EngineBusy if ``begin`` would."""
         if self.step is Step.STARTING:
             raise EngineBusy("the engine is still starting", next_step="wait until /health answers")
         if self.session is not None and (self.target != version or self.step is not Step.OPEN):
@@ -94,28 +103,30 @@ class EngineState:
                 expected="no open session",
                 next_step="abort it, or wait until its trainer's lease ends",
             )
-        self.target, self.session = version, session
-        self._move(Step.OPEN)
 
     def advance(self, to: Step, session: str) -> None:
         """The next step of an open session; any other order is a ProtocolError."""
-        self.check_session(session)
-        if _NEXT.get(self.step) is not to:
-            raise ProtocolError(f"{to} cannot follow {self.step}", next_step="keep the order of the transaction")
+        self.check_next(to, session)
         if to is Step.COMMITTED:
             assert self.target is not None
             self.version = self.target
-            self._tainted = False
+            self.tainted = False
         elif to is Step.LOADING:
-            self._tainted = True
+            self.tainted = True
         self._move(to)
+
+    def check_next(self, to: Step, session: str) -> None:
+        """Raise unless ``advance`` to ``to`` would be allowed."""
+        self.check_session(session)
+        if _NEXT.get(self.step) is not to:
+            raise ProtocolError(f"{to} cannot follow {self.step}", next_step="keep the order of the transaction")
 
     def check_session(self, session: str) -> None:
         """Raise unless ``session`` is the open one."""
         if session != self.session:
             if self.step is Step.DIRTY:
                 raise EngineDirty(f"the engine is dirty: {self.reason}", next_step="begin a full refit")
-            raise ProtocolError("no such session", observed=session, expected=str(self.session))
+            raise ProtocolError("no such session", next_step="begin one")
 
     def resume(self, session: str) -> None:
         """A committed session ends and the engine serves its version."""
@@ -124,11 +135,15 @@ class EngineState:
             raise ProtocolError(f"resume cannot follow {self.step}", next_step="commit first, or abort")
         self._end(Step.SERVING)
 
+    def taint(self, reason: str) -> None:
+        """Whatever the step: the engine must not serve, and the end of its session is dirty."""
+        self.tainted, self.reason = True, self.reason or reason
+
     def abort(self, reason: str) -> None:
         """End the session, whatever its step: on the old version, on the new one, or dirty. Without one: nothing."""
         if self.session is None:
             return
-        if self._tainted:
+        if self.tainted:
             self.reason = self.reason or f"version {self.target} was not completed: {reason}"
             self._end(Step.DIRTY)
         else:

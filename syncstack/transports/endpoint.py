@@ -6,13 +6,14 @@ engine's own thread only takes finished versions out, in ``take``. A bad link is
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 import time
 from pathlib import Path
 
-from syncstack.errors import LinkLost, ProtocolError, SyncstackError
+from syncstack.errors import DeadlineExceeded, LinkLost, ProtocolError, SyncstackError
 from syncstack.transports.host_fd.receiver import HostFdReceiver, StagedVersion
 from syncstack.wire import unix
 from syncstack.wire.link import Link, close_fds, greet
@@ -24,7 +25,7 @@ MAX_LINKS = 64
 """Trainer ranks that may be connected to one worker at once."""
 
 IDLE_S = 3600.0
-"""A link may be silent this long between refits before its thread looks up."""
+"""How long a link's thread waits for the next refit at a time; it then waits again."""
 
 
 class WorkerEndpoint:
@@ -42,16 +43,14 @@ class WorkerEndpoint:
         threading.Thread(target=self._accept, name="syncstack-accept", daemon=True).start()
 
     def take(self, session: str) -> StagedVersion:
-        """The version that was staged under ``session``. Raises ProtocolError or LinkLost; does not block."""
+        """The version that was staged under ``session``. Raises ProtocolError; does not block."""
         with self._lock:
             version = self._versions.get(session)
-        if version is None:
+        if version is None or version.lost:
             raise ProtocolError(
-                f"worker {self.rank} has no staged version of session {session}",
+                f"worker {self.rank} has no staged version of this session, or its trainer's link has ended",
                 next_step="stage the weights over the data link before load",
             )
-        if version.lost:
-            raise LinkLost(f"the trainer's link to worker {self.rank} ended after it staged its weights")
         return version
 
     def drop(self, session: str) -> None:
@@ -60,11 +59,6 @@ class WorkerEndpoint:
             version = self._versions.pop(session, None)
         if version is not None:
             version.close()
-
-    def num_links(self) -> int:
-        """How many trainer ranks are connected."""
-        with self._lock:
-            return len(self._links)
 
     def close(self) -> None:
         """Stop listening and end every link."""
@@ -77,13 +71,17 @@ class WorkerEndpoint:
 
     def _accept(self) -> None:
         while not self._closed:
+            sock: socket.socket | None = None
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
+                threading.Thread(target=self._serve, args=(sock,), name="syncstack-link", daemon=True).start()
+            except (OSError, RuntimeError) as error:
+                # Out of descriptors or threads: it may pass, and a worker that cannot be reached is of no use.
+                if sock is not None:
+                    sock.close()
                 if not self._closed:
-                    log.exception("worker %d can no longer accept data links", self.rank)
-                return
-            threading.Thread(target=self._serve, args=(sock,), name="syncstack-link", daemon=True).start()
+                    log.warning("worker %d could not accept a data link: %s", self.rank, error)
+                    time.sleep(0.1)
 
     def _serve(self, sock: socket.socket) -> None:
         link = Link(sock)
@@ -97,12 +95,14 @@ class WorkerEndpoint:
                 self._serve_one(link, receiver, mine)
         except LinkLost:
             log.info("a trainer's link to worker %d ended", self.rank)
-        except SyncstackError as error:
-            log.warning("a link to worker %d was closed: %s", self.rank, error)
-            self._fault(link, "", error)
+        except Exception as error:
+            known = error if isinstance(error, SyncstackError) else ProtocolError(f"{type(error).__name__}: {error}")
+            log.warning("a link to worker %d was closed: %s", self.rank, known, exc_info=known is not error)
+            self._fault(link, "", type(known).__name__, str(known))
         finally:
             for version in mine:
                 version.lost = True
+                self.drop(version.offer.session)
             with self._lock:
                 self._links.discard(link)
             link.close()
@@ -115,7 +115,10 @@ class WorkerEndpoint:
             self._links.add(link)
 
     def _serve_one(self, link: Link, receiver: HostFdReceiver, mine: list[StagedVersion]) -> None:
-        message, fds = link.receive(deadline=time.monotonic() + IDLE_S)
+        try:
+            message, fds = link.receive(deadline=time.monotonic() + IDLE_S)
+        except DeadlineExceeded:
+            return
         try:
             if not isinstance(message, Offer):
                 raise ProtocolError("unexpected message", observed=type(message).__name__, expected="Offer")
@@ -127,46 +130,47 @@ class WorkerEndpoint:
         self, link: Link, receiver: HostFdReceiver, offer: Offer, fds: list[int], mine: list[StagedVersion]
     ) -> None:
         """Serve one offer to its end. A fault of the bytes is told to the sender and ends the session, not the link."""
-        failure: SyncstackError | None = None
-        version: StagedVersion | None = None
+        for old in mine:
+            self.drop(old.offer.session)
+        mine.clear()
+        # Kind and text, not the exception: its traceback would hold the mapping.
+        failure: tuple[str, str] | None = None
         try:
-            version = receiver.open(offer, fds)
-            mine[:] = [version]
-            with self._lock:
-                self._versions[offer.session] = version
+            mine.append(receiver.open(offer, fds))
+            self._register(mine[0])
         except SyncstackError as error:
-            failure = error
+            failure = type(error).__name__, str(error)
         while True:
             message, extra = link.receive(deadline=time.monotonic() + self._link_s)
             close_fds(extra)
             if not isinstance(message, BucketReady | StageEnd) or message.session != offer.session:
                 raise ProtocolError("unexpected message inside a stage", observed=type(message).__name__)
+            if failure is not None and isinstance(message, BucketReady):
+                continue
+            try:
+                if failure is None and isinstance(message, BucketReady):
+                    mine[0].read_bucket(message)
+                    continue
+                answer = mine[0].finish_staging() if failure is None else None
+            except SyncstackError as error:
+                failure = type(error).__name__, str(error)
+                answer = None
             if isinstance(message, StageEnd):
                 break
-            if version is not None and failure is None:
-                try:
-                    version.read_bucket(message)
-                except SyncstackError as error:
-                    failure = error
-        self._answer(link, offer.session, version, failure)
-
-    def _answer(self, link: Link, session: str, version: StagedVersion | None, failure: SyncstackError | None) -> None:
-        try:
-            if version is not None and failure is None:
-                staged = version.finish_staging()
-                link.send(staged, deadline=time.monotonic() + self._link_s)
-                return
-        except LinkLost:
-            raise
-        except SyncstackError as error:
-            failure = error
+        if answer is not None:
+            link.send(answer, deadline=time.monotonic() + self._link_s)
+            return
         assert failure is not None
-        self.drop(session)
-        self._fault(link, session, failure)
+        self.drop(offer.session)
+        self._fault(link, offer.session, *failure)
 
-    def _fault(self, link: Link, session: str, error: SyncstackError) -> None:
-        try:
-            fault = Fault(session=session, kind=type(error).__name__, text=str(error)[:8000])
-            link.send(fault, deadline=time.monotonic() + 1.0)
-        except SyncstackError:
-            pass  # the peer is gone, or does not read: there is nobody left to tell
+    def _register(self, version: StagedVersion) -> None:
+        with self._lock:
+            if version.offer.session in self._versions:
+                raise ProtocolError("this session was offered weights already")
+            self._versions[version.offer.session] = version
+
+    def _fault(self, link: Link, session: str, kind: str, text: str) -> None:
+        # The peer may be gone, or not read: then there is nobody left to tell.
+        with contextlib.suppress(SyncstackError):
+            link.send(Fault(session=session, kind=kind, text=text[:8000]), deadline=time.monotonic() + 1.0)

@@ -62,7 +62,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise _bad(folder, "it has no config.json") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _bad(folder, f"config.json cannot be read ({error})") from None
     if not isinstance(config, dict):
         raise _bad(folder, "config.json is not an object")
@@ -78,7 +78,7 @@ def _shards(folder: Path) -> list[Path]:
         return [single]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise _bad(folder, f"model.safetensors.index.json cannot be read ({error})") from None
     foreign = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if foreign:
@@ -101,7 +101,7 @@ def _read_header(path: Path) -> list[ParamMeta]:
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         return [_entry(name, entry, size - 8 - length) for name, entry in header.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise _bad(path.parent, f"{path.name} is damaged ({error})") from None
 
 

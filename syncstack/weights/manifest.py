@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from syncstack.errors import ManifestMismatch
+from syncstack.weights.digest import digest
 from syncstack.weights.meta import CASTABLE, DTYPE_BYTES, ParamMeta
 
 ALIGNMENT = 64
@@ -51,11 +52,11 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 def layout(wanted: Iterable[Wanted]) -> Manifest:
     """Place tensors one after the other, each aligned; names with one source share their bytes. Pure."""
     slots = []
-    placed: dict[str, int] = {}
+    placed: dict[tuple[str, str], int] = {}
     end = 0
     for want in wanted:
         meta = want.meta
-        offset = placed.setdefault(want.source, end)
+        offset = placed.setdefault((want.source, meta.dtype), end)
         slots.append(TensorSlot(name=meta.name, dtype=meta.dtype, shape=meta.shape, offset=offset, nbytes=meta.nbytes))
         if offset == end:
             end += -(-meta.nbytes // ALIGNMENT) * ALIGNMENT
@@ -94,7 +95,8 @@ def resolve(
     wanted = {meta.name: meta for meta in expected}
     names: dict[str, list[str]] = {meta.name: [meta.name] for meta in source}
     for alias, target in aliases.items():
-        names[target].append(alias)
+        if target in names:
+            names[target].append(alias)
     chosen = []
     offered = []
     for meta in source:
@@ -121,6 +123,12 @@ def compare(offered: Sequence[ParamMeta], expected: Sequence[ParamMeta]) -> None
         "dtypes differ": [f"{h.name} {h.dtype} for {w.dtype}" for h, w in both if h.dtype != w.dtype],
     }
     _raise_mismatch(problems, len(offered), len(expected))
+
+
+def fingerprint(version: int, tensors: Iterable[ParamMeta | TensorSlot]) -> str:
+    """What begin accepted, in a few characters: the worker loads an offer only if it is the same."""
+    rows = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    return digest(msgspec.msgpack.encode((version, rows)))
 
 
 def _raise_mismatch(problems: Mapping[str, Sequence[str]], num_offered: int, num_expected: int) -> None:

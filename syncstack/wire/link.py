@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 
 from syncstack.errors import DeadlineExceeded, LinkLost, LinkRefused, ProtocolError
-from syncstack.wire.messages import PROTOCOL_VERSION, LinkHello, Message
+from syncstack.wire.messages import PROTOCOL_VERSION, Fault, LinkHello, Message
 
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"sy"
@@ -149,12 +149,12 @@ class Link:
 
     def lost(self) -> bool:
         """Whether the peer has closed its end (or died). Does not block and takes no bytes."""
+        poller = select.poll()
         try:
-            return self._socket.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
+            poller.register(self._socket, select.POLLRDHUP)
+        except (ValueError, OSError):
             return True
+        return bool(poller.poll(0))
 
     def close(self) -> None:
         """Close this end; the peer sees the end of the stream. May be called twice."""
@@ -186,10 +186,12 @@ def close_fds(fds: Sequence[int]) -> None:
 
 def greet(link: Link, *, role: str, rank: int, deadline: float) -> LinkHello:
     """Exchange hellos; returns the peer's and remembers it in ``link.peer``. Both sides call it first."""
-    link.send(LinkHello(protocol=PROTOCOL_VERSION, role=role, rank=rank, nonce=PROCESS_NONCE), deadline=deadline)
+    link.send(LinkHello(role=role, rank=rank, nonce=PROCESS_NONCE), deadline=deadline)
     message, fds = link.receive(deadline=deadline)
     close_fds(fds)
     expected = "worker" if role == "trainer" else "trainer"
+    if isinstance(message, Fault):
+        raise LinkRefused(f"the peer refused the link: {message.text}")
     if not isinstance(message, LinkHello) or message.role != expected:
         found: Any = message.role if isinstance(message, LinkHello) else type(message).__name__
         raise LinkRefused("the peer did not introduce itself", observed=str(found), expected=f"a {expected}'s hello")

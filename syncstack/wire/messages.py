@@ -24,6 +24,7 @@ PROTOCOL_VERSION = 1
 Name = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=8192)]
 Token = Annotated[str, Meta(min_length=8, max_length=64)]
+Nonce = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 U64 = Annotated[str, Meta(min_length=16, max_length=16)]
 """A 64-bit digest as 16 hex digits: msgpack integers of other languages are signed too often."""
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
@@ -36,7 +37,6 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 class LinkHello(_Message, frozen=True, kw_only=True):
     """Who is speaking. ``nonce`` names the process for its life; pids mean nothing across namespaces."""
 
-    protocol: int
     role: Annotated[str, Meta(pattern="^(trainer|worker)$")]
     rank: Annotated[int, Meta(ge=0, le=1 << 20)]
     nonce: Token
@@ -50,7 +50,7 @@ class Offer(_Message, frozen=True, kw_only=True):
 
     session: Token
     version: Count
-    segment: Token
+    segment: Nonce
     segment_bytes: Count
     generation: Count
     tensors: Annotated[tuple[TensorSlot, ...], Meta(max_length=1 << 20)]

@@ -59,6 +59,8 @@ def prepare_folder(folder: Path) -> None:
         if status.st_uid == os.geteuid():
             folder.chmod(0o700)
         writable = os.access(folder, os.W_OK | os.X_OK)
+        if writable:
+            remove_stale(folder / "control.sock")
     except OSError as error:
         raise _not_shared(folder, str(error)) from None
     if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) or not writable:
@@ -79,8 +81,7 @@ def listen(path: Path, *, backlog: int = 16) -> socket.socket:
     _check_path(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        if path.is_socket():
-            _remove_stale(path)
+        remove_stale(path)
         # The folder is 0700, so nobody gets in between bind and chmod.
         sock.bind(os.fspath(path))
         path.chmod(0o600)
@@ -94,7 +95,10 @@ def listen(path: Path, *, backlog: int = 16) -> socket.socket:
     return sock
 
 
-def _remove_stale(path: Path) -> None:
+def remove_stale(path: Path) -> None:
+    """Remove the socket of a dead process, or raise UsageError when somebody still listens on it."""
+    if not path.is_socket():
+        return
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with probe:
         probe.settimeout(1.0)
@@ -112,22 +116,25 @@ def _remove_stale(path: Path) -> None:
 
 
 def connect(path: Path, *, deadline: float) -> socket.socket:
-    """Connect to ``path``, trying again until ``deadline`` while nobody listens yet. Raises EngineUnreachable."""
+    """Connect to ``path``, trying again until ``deadline`` while nobody listens yet. Raises EngineUnreachable, or
+    UsageError at once where trying again cannot help (no permission, not a socket folder)."""
     _check_path(path)
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
+            sock.settimeout(max(0.05, deadline - time.monotonic()))  # a full backlog blocks
             sock.connect(os.fspath(path))
+            sock.settimeout(None)
             check_peer(sock)
             return sock
-        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError, TimeoutError) as error:
             sock.close()
             if time.monotonic() >= deadline:
                 raise EngineUnreachable(f"nobody listens on {path}", observed=str(error)) from None
             time.sleep(0.05)
         except OSError as error:
             sock.close()
-            raise EngineUnreachable(
+            raise UsageError(
                 f"cannot connect to {path}",
                 observed=str(error),
                 next_step="mount one volume at SYNCSTACK_SOCKET_DIR in both containers, with one uid on both sides",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from syncstack import EngineClient, Settings
-from syncstack.errors import EngineUnreachable, SettingsError, UsageError
+from syncstack.errors import EngineNotReady, SettingsError, UsageError
 from tests.process.conftest import environment
 
 
@@ -60,7 +60,7 @@ def test_vllms_unsafe_doors_stay_shut(socket_dir: Path, model: Path, monkeypatch
 
 def test_an_engine_that_never_comes_is_a_deadline(socket_dir: Path) -> None:
     settings = Settings.load(socket_dir=socket_dir, engine_ready_s=0.5)
-    with pytest.raises(EngineUnreachable, match=r"did not become ready within 0\.5 s"):
+    with pytest.raises(EngineNotReady, match=r"did not become ready within 0\.5 s"):
         EngineClient.connect(f"unix:{socket_dir}/engine-0", settings=settings)
 
 

@@ -7,15 +7,22 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from syncstack import EngineClient, Settings
-from syncstack.errors import EngineBusy
+from syncstack import EngineClient, ParamMeta, Settings
+from syncstack.errors import EngineBusy, ProtocolError, SyncstackError
+from syncstack.refit.messages import StepRequest
 from syncstack.refit.state import StateReport, Step
+from syncstack.transports.host_fd.segment import SenderSegment
+from syncstack.weights.digest import digest
+from syncstack.weights.manifest import Wanted, layout
+from syncstack.wire.link import Link
+from syncstack.wire.messages import BucketReady, Offer, Staged, StageEnd
 from tests.process.conftest import PROFILES, Engine
 
 StartEngine = Callable[..., Engine]
@@ -192,6 +199,69 @@ def test_a_second_trainer_is_refused_while_a_refit_is_open(
         client.begin("session-of-another", 2, client.info.tensors)
     client.close()
     assert read_line(first)["digests_equal"] == 20
+
+
+def stage(link: Link, session: str, version: int, tensors: Sequence[ParamMeta]) -> SenderSegment:
+    """Offer zeros for ``tensors`` over a link, as a sender that is not ours might."""
+    manifest = layout([Wanted(meta=meta, source=meta.name) for meta in tensors])
+    segment = SenderSegment(manifest.total_bytes)
+    generation, deadline = segment.begin_write(), time.monotonic() + 10
+    segment.end_write()
+    offer = Offer(
+        session=session,
+        version=version,
+        segment=segment.nonce,
+        segment_bytes=segment.data_bytes,
+        generation=generation,
+        tensors=manifest.tensors,
+    )
+    link.send(offer, fds=[segment.fd], deadline=deadline)
+    digests = tuple(digest(bytes(slot.nbytes)) for slot in manifest.tensors)
+    link.send(BucketReady(session=session, first=0, digests=digests), deadline=deadline)
+    link.send(StageEnd(session=session), deadline=deadline)
+    message, _ = link.receive(deadline=deadline)
+    assert isinstance(message, Staged)
+    return segment
+
+
+@pytest.mark.parametrize("fault", ["another shape", "another version", "a subset", "changed bytes"])
+def test_only_what_begin_announced_and_the_worker_verified_is_published(
+    start_engine: StartEngine, socket_dir: Path, fault: str
+) -> None:
+    engine = start_engine()
+    client = EngineClient.connect(engine.address, settings=Settings.load(socket_dir=socket_dir))
+    (link,) = client.open_links(0)
+    session = "session-of-a-stranger"
+    lease = client.begin(session, 5, client.info.tensors)
+    tensors = list(client.info.tensors)
+    if fault == "another shape":
+        tensors = [msgspec.structs.replace(meta, shape=(1,) * len(meta.shape)) for meta in tensors]
+    segment = stage(
+        link, session, 6 if fault == "another version" else 5, tensors[:-1] if fault == "a subset" else tensors
+    )
+    if fault == "changed bytes":
+        segment.data[-64:] = bytes(range(64))  # and the generation stays as it was
+    with pytest.raises(SyncstackError, match="changed while the engine|not those that begin announced"):
+        for step in ("pause", "load", "verify", "commit", "resume"):
+            client.step(step, StepRequest(session=session), deadline_s=30)
+    state = client.state()
+    assert (state.step, state.version) == (Step.DIRTY, 0)
+    assert engine.complete().status_code == 503
+    lease.close()
+    link.close()
+    client.close()
+
+
+def test_commit_without_the_steps_before_it_publishes_nothing(start_engine: StartEngine, socket_dir: Path) -> None:
+    engine = start_engine()
+    client = EngineClient.connect(engine.address, settings=Settings.load(socket_dir=socket_dir))
+    lease = client.begin("session-in-a-hurry", 99, client.info.tensors)
+    for step in ("verify", "commit", "resume", "load"):
+        with pytest.raises(ProtocolError, match="cannot follow"):
+            client.step(step, StepRequest(session="session-in-a-hurry"), deadline_s=30)
+    assert engine.complete().headers["x-syncstack-version"] == "0"
+    lease.close()
+    client.close()
 
 
 def test_a_restarted_engine_gets_the_next_version(start_engine: StartEngine, model: Path, socket_dir: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_wrong_digest_names_the_tensor_and_nothing_can_be_loaded() -> None:
     version = HostFdReceiver().open(offer(segment, generation), [segment.fd])
     with pytest.raises(DigestMismatch, match="w arrived with another content"):
         version.read_bucket(BucketReady(session="s" * 8, first=0, digests=("0" * 16,)))
-    with pytest.raises(ProtocolError, match="before every tensor was verified"):
+    with pytest.raises(ProtocolError, match="was not verified to its end"):
         list(version.views())
 
 

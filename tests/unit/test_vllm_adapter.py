@@ -66,7 +66,7 @@ def test_the_extension_adds_one_name_to_vllms_worker() -> None:
 def test_the_server_is_started_with_our_plugins_and_no_others_are_lost() -> None:
     env = environment({"VLLM_PLUGINS": "theirs", "X": "y"}, name="e", socket_dir=Path("/run/s"))
     assert env == {
-        "VLLM_PLUGINS": "theirs,syncstack",
+        "VLLM_PLUGINS": "theirs,syncstack",  # and nobody else's: the user chose
         "X": "y",
         "SYNCSTACK_ENGINE_NAME": "e",
         "SYNCSTACK_SOCKET_DIR": "/run/s",

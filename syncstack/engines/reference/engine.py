@@ -73,10 +73,10 @@ class ReferenceHost:
         )
         self._busy = asyncio.Lock()
 
-    async def call_workers(self, op: str, session: str, deadline_s: float) -> list[dict[str, Any]]:
+    async def call_workers(self, op: str, session: str, expect: str, deadline_s: float) -> list[dict[str, Any]]:
         """See EngineHost."""
         async with asyncio.timeout(deadline_s):
-            return [await asyncio.to_thread(self._worker.call, op, session)]
+            return [await asyncio.to_thread(self._worker.call, op, session, expect)]
 
     async def pause(self, mode: PauseMode) -> None:
         """See EngineHost. There is one request at a time: every mode waits for it."""

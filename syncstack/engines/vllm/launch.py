@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from syncstack.engines.host import check_port
@@ -26,13 +27,20 @@ def environment(base: Mapping[str, str], *, name: str, socket_dir: Path) -> dict
             consequence="The engine was not started",
             next_step="unset them; syncstack does not need them",
         )
-    plugins = [plugin for plugin in base.get("VLLM_PLUGINS", "").split(",") if plugin]
+    # Unset means all but endpoint plugins, and naming ours would turn those off.
+    plugins = base["VLLM_PLUGINS"].split(",") if "VLLM_PLUGINS" in base else installed_plugins()
     return {
         **base,
-        "VLLM_PLUGINS": ",".join([*plugins, "syncstack"]),
+        "VLLM_PLUGINS": ",".join([*(plugin for plugin in plugins if plugin), "syncstack"]),
         "SYNCSTACK_ENGINE_NAME": name,
         "SYNCSTACK_SOCKET_DIR": str(socket_dir),
     }
+
+
+def installed_plugins() -> list[str]:
+    """Names of the plugins that vLLM loads when VLLM_PLUGINS is unset."""
+    groups = ("general", "platform", "io_processor", "stat_logger")
+    return sorted({point.name for group in groups for point in entry_points(group=f"vllm.{group}_plugins")})
 
 
 def command(*, model: Path, host: str, port: int, dtype: str, extra: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from syncstack.engines.host import start_control
-from syncstack.errors import LoadFailed
+from syncstack.errors import LoadFailed, UsageError
 from syncstack.refit.gate import Gate
 from syncstack.refit.state import EngineState
 from syncstack.settings import PauseMode, Settings
@@ -35,6 +35,14 @@ class VllmHost:
     def __init__(self, client: Any, settings: Settings) -> None:
         import vllm
 
+        parallel = client.vllm_config.parallel_config
+        for option in ("data_parallel_size", "_api_process_count"):
+            if getattr(parallel, option, 1) > 1:
+                raise UsageError(
+                    f"vLLM was started with {option.strip('_')} {getattr(parallel, option)}",
+                    expected="1: this release reaches one engine and one API server only",
+                    next_step="start one engine for each replica, with a --name of its own",
+                )
         model_config = client.vllm_config.model_config
         self.kind_version: str = vllm.__version__
         self.model: str = str(model_config.model)
@@ -45,11 +53,15 @@ class VllmHost:
         self._client = client
         self._mode: PauseMode = "wait"
 
-    async def call_workers(self, op: str, session: str, deadline_s: float) -> list[dict[str, Any]]:
-        """See EngineHost. vLLM runs a collective_rpc between two engine steps, on every worker."""
+    async def call_workers(self, op: str, session: str, expect: str, deadline_s: float) -> list[dict[str, Any]]:
+        """See EngineHost. vLLM runs a collective_rpc between two engine steps, on every worker.
+
+        vLLM's own timeout stays off: with several workers it leaves the late reply in the queue, and every later call
+        reads the answer to the one before it. Ours only stops waiting; vLLM matches late replies by their id.
+        """
         async with asyncio.timeout(deadline_s):
             replies: list[dict[str, Any]] = await self._client.collective_rpc(
-                "syncstack_call", timeout=deadline_s, args=(op, session)
+                "syncstack_call", args=(op, session, expect)
             )
         return replies
 

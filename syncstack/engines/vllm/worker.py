@@ -93,7 +93,7 @@ def _computes_with_its_weight(module: Any) -> bool:
 class SyncstackWorker:
     """vLLM adds this to its worker's bases: the names must not clash with any of the worker's own."""
 
-    def syncstack_call(self, op: str, session: str = "") -> dict[str, Any]:
+    def syncstack_call(self, op: str, session: str = "", expect: str = "") -> dict[str, Any]:
         """Run one operation (see ``engines/worker.py``). The first call opens the data socket.
 
         Lazily, because the hook for extensions (``init_worker_extension``) came only with 0.33.
@@ -108,4 +108,4 @@ class SyncstackWorker:
                 link_s=settings.link_s,
             )
             self.__dict__["_syncstack"] = worker
-        return worker.call(op, session)
+        return worker.call(op, session, expect)

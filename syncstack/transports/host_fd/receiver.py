@@ -2,7 +2,7 @@
 
 Nothing is copied: the engine's loader reads the sender's memory. The rule of ownership: from Staged until the session
 is finished the segment belongs to the receiver, and the sender does not write it. The generation in its header makes a
-breach visible: it is compared before every tensor that is handed out and once more after the last.
+breach visible: it is compared before every tensor that is handed out, and after the load all is digested once more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from syncstack.errors import DigestMismatch, ProtocolError, TransportError
+from syncstack.errors import DigestMismatch, LinkLost, ProtocolError, TransportError
 from syncstack.transports.host_fd.segment import ReceiverSegment
 from syncstack.weights.digest import digest
 from syncstack.weights.manifest import TensorSlot, check_slots
@@ -28,7 +28,7 @@ class StagedVersion:
         self._segment = segment
         self._map_s = map_s
         self._digest_s = 0.0
-        self._verified = 0
+        self._digests: list[str] = []
         self._complete = False
         self.lost = False
         """Set when the link ended; the bytes stay readable, but nobody vouches for the rest of the transaction."""
@@ -36,11 +36,11 @@ class StagedVersion:
     def read_bucket(self, bucket: BucketReady) -> None:
         """Digest the tensors of one bucket and compare; raises DigestMismatch that names the first that differs."""
         slots = self.offer.tensors[bucket.first : bucket.first + len(bucket.digests)]
-        if bucket.first != self._verified or len(slots) != len(bucket.digests):
+        if bucket.first != len(self._digests) or len(slots) != len(bucket.digests):
             raise ProtocolError(
                 "buckets out of order",
                 observed=f"tensors {bucket.first}..{bucket.first + len(bucket.digests)}",
-                expected=f"from {self._verified}, at most {len(self.offer.tensors)}",
+                expected=f"from {len(self._digests)}, at most {len(self.offer.tensors)}",
             )
         begin = time.perf_counter()
         data = self._segment.data
@@ -53,22 +53,30 @@ class StagedVersion:
                     expected=expected,
                     consequence="The engine kept its old weights",
                 )
-            self._verified += 1
+            self._digests.append(found)
         self._digest_s += time.perf_counter() - begin
 
     def finish_staging(self) -> Staged:
         """All buckets were announced: everything must be verified and the sender must have stopped writing."""
-        if self._verified != len(self.offer.tensors):
+        if len(self._digests) != len(self.offer.tensors):
             raise ProtocolError(
                 "the stage ended early",
-                observed=f"{self._verified} tensors",
+                observed=f"{len(self._digests)} tensors",
                 expected=f"{len(self.offer.tensors)} tensors",
             )
         self.check_unchanged()
         self._complete = True
         return Staged(
-            session=self.offer.session, digests_equal=self._verified, map_s=self._map_s, digest_s=self._digest_s
+            session=self.offer.session, digests_equal=len(self._digests), map_s=self._map_s, digest_s=self._digest_s
         )
+
+    def check_again(self) -> None:
+        """Digest everything once more, after the load: what the loader read is what was verified before it."""
+        data = self._segment.data
+        for slot, expected in zip(self.offer.tensors, self._digests, strict=True):
+            if digest(data[slot.offset : slot.offset + slot.nbytes]) != expected:
+                raise DigestMismatch(f"{slot.name} was changed while the engine was loading it")
+        self.check_unchanged()
 
     def check_unchanged(self) -> None:
         """Raise TransportError if the sender has written since the version was complete."""
@@ -86,9 +94,12 @@ class StagedVersion:
         A loader that keeps them until its layer is complete (vLLM's layer-wise reload) may do so without a copy. A
         loader must not write into them: the pages are mapped read-only.
         """
-        if not self._complete:
-            raise ProtocolError("load was asked for before every tensor was verified")
         for slot in self.offer.tensors:
+            # Asked for every tensor: a load that was given up must not go on into the next version's time.
+            if self.lost:
+                raise LinkLost("its trainer went away: the data link ended in the middle of the load")
+            if not self._complete:
+                raise ProtocolError("the version was not verified to its end, or its session has ended")
             self.check_unchanged()
             yield slot.name, _view(self._segment.data, slot)
 

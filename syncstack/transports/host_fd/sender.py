@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakKeyDictionary
@@ -47,9 +48,11 @@ class HostFdSender:
         *,
         session: str,
         version: int,
-        deadline: float,
+        wait_s: float,
     ) -> tuple[Manifest, list[Staged]]:
         """Move one version to every link's worker and wait until each has read and verified it.
+
+        ``wait_s`` bounds each message on a link, not the whole: how long a version takes depends on its size.
 
         Raises DigestMismatch, TransportError, LinkLost or DeadlineExceeded; the segment must then be retired,
         because a worker may still be reading it.
@@ -58,14 +61,16 @@ class HostFdSender:
         segment = self._ensure_segment(manifest.total_bytes)
         generation = segment.begin_write()
         for link in links:
-            self._offer(link, segment, manifest, session, version, generation, deadline)
+            self._offer(link, segment, manifest, session, version, generation, time.monotonic() + wait_s)
         for first, digests in self._fill(segment, source, wanted, manifest):
             for link in links:
-                link.send(BucketReady(session=session, first=first, digests=digests), deadline=deadline)
+                bucket = BucketReady(session=session, first=first, digests=digests)
+                link.send(bucket, deadline=time.monotonic() + wait_s)
         segment.end_write()
         for link in links:
-            link.send(StageEnd(session=session), deadline=deadline)
-        return manifest, [self._await_staged(link, session, len(manifest.tensors), deadline) for link in links]
+            link.send(StageEnd(session=session), deadline=time.monotonic() + wait_s)
+        num = len(manifest.tensors)
+        return manifest, [self._await_staged(link, session, num, time.monotonic() + wait_s) for link in links]
 
     def _ensure_segment(self, data_bytes: int) -> SenderSegment:
         if self._segment is None or self._segment.data_bytes != data_bytes:
