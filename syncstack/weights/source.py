@@ -29,7 +29,7 @@ class WeightSource(Protocol):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` in the order of ``metadata``. Every rank must iterate if the source is sharded.
 
-        The tensors of one bucket are read together, so a source must not write into one that is still referenced.
+        Several are read at once, so a source must not write into one that is still referenced.
         """
         ...
 

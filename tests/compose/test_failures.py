@@ -55,6 +55,8 @@ def test_interrupt(variables: dict[str, str]) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
+        # Whoever runs the tests may have SIGINT ignored, which a child inherits and bash then cannot trap.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         start_new_session=True,
     )
     assert process.stdout is not None

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,7 +28,10 @@ PIECE_BYTES = 512 << 10
 """Copy and digest in pieces of this size: source and target of one fit a common second-level cache."""
 
 MAX_WRITERS = 4
-"""Threads that fill a bucket, at most: with more the memory is the limit."""
+"""Threads that write, at most: with more the memory is the limit."""
+
+WINDOW = 8
+"""Tensors that are handed to the writers ahead of the one that is waited for."""
 
 
 class HostFdSender:
@@ -105,34 +109,50 @@ class HostFdSender:
     ) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Write every tensor; yields (index of the first, digests) for each bucket that is complete."""
         area = torch.frombuffer(segment.data, dtype=torch.uint8) if manifest.total_bytes else torch.empty(0)
-        self.cast_bytes = 0
-        first = 0
-        for bucket in self._buckets(source, wanted, manifest):
-            # One core cannot fill a memory bus; the library and memmove release the interpreter lock.
-            digests = self._writers.map(lambda item: _write(area, segment.data, *item), bucket)
+        first, filled, digests = 0, 0, list[str]()
+        for slot, found in self._written(area, segment.data, self._values(source, wanted, manifest)):
+            digests.append(found)
+            filled += slot.nbytes
+            if filled >= self._bucket_bytes:
+                yield first, tuple(digests)
+                first, filled, digests = first + len(digests), 0, []
+        if digests:
             yield first, tuple(digests)
-            first += len(bucket)
 
-    def _buckets(
+    def _written(
+        self, area: torch.Tensor, data: memoryview, values: Iterator[tuple[TensorSlot, torch.Tensor]]
+    ) -> Iterator[tuple[TensorSlot, str]]:
+        """Write in several threads, a few tensors ahead; yields in order. The values of the window are held together.
+
+        One core cannot fill a memory bus; memmove and the digest release the interpreter lock.
+        """
+        window: deque[tuple[TensorSlot, Future[str]]] = deque()
+        try:
+            for slot, value in values:
+                window.append((slot, self._writers.submit(_write, area, data, slot, value)))
+                if len(window) >= WINDOW:
+                    done, future = window.popleft()
+                    yield done, future.result()
+            while window:
+                done, future = window.popleft()
+                yield done, future.result()
+        finally:
+            # After a failure nobody may write on: the segment is about to be given up.
+            wait([future for _, future in window])
+
+    def _values(
         self, source: WeightSource, wanted: Sequence[Wanted], manifest: Manifest
-    ) -> Iterator[list[tuple[TensorSlot, torch.Tensor]]]:
-        """Slots and values in order, cut after ``bucket_bytes``. The values of one bucket are held together."""
+    ) -> Iterator[tuple[TensorSlot, torch.Tensor]]:
+        """Each slot with the source's value for it, in order; counts the bytes that will be cast."""
         tensors = iter(source)
-        bucket: list[tuple[TensorSlot, torch.Tensor]] = []
-        filled = 0
+        self.cast_bytes = 0
         name, value = None, torch.empty(0)
         for want, slot in zip(wanted, manifest.tensors, strict=True):
             if want.source != name:
                 name, value = want.source, _next_tensor(tensors, want.source)
-                filled += slot.nbytes
                 if str(value.dtype) != f"torch.{slot.dtype}":
                     self.cast_bytes += value.numel() * value.element_size()
-            bucket.append((slot, value))
-            if filled >= self._bucket_bytes:
-                yield bucket
-                bucket, filled = [], 0
-        if bucket:
-            yield bucket
+            yield slot, value
 
     @staticmethod
     def _await_staged(link: Link, session: str, num_tensors: int, deadline: float) -> Staged:
