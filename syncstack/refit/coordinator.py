@@ -20,7 +20,7 @@ from syncstack.errors import DeadlineExceeded, EngineUnreachable, LinkLost, Refi
 from syncstack.facts import Facts, collect
 from syncstack.plan import Choice, choose
 from syncstack.refit.client import EngineClient, Lease
-from syncstack.refit.messages import StepReply, StepRequest
+from syncstack.refit.messages import StepRequest
 from syncstack.refit.report import RefitReport
 from syncstack.settings import Settings
 from syncstack.transports.host_fd.sender import HostFdSender
@@ -48,7 +48,6 @@ class _Target:
         self.links: list[Link] = []
         self.choice: Choice | None = None
         self.lease: Lease | None = None
-        self.steps: dict[str, StepReply] = {}
 
     def lost(self) -> bool:
         return any(link.lost() for link in self.links) or (self.lease is not None and self.lease.over())
@@ -161,7 +160,7 @@ class Coordinator:
             for target in self._targets:
                 call = target.client.step
                 # The engine keeps the deadline itself; ours only catches an engine that cannot.
-                target.steps[name] = self._watched(lambda c=call: c(name, request, deadline_s=deadline_s + 2.0))  # type: ignore[misc]
+                self._watched(lambda c=call: c(name, request, deadline_s=deadline_s + 2.0))  # type: ignore[misc]
                 if name == "resume" and target.lease is not None:
                     # It ends by itself now, and its end is no death.
                     target.lease.close()

@@ -72,6 +72,7 @@ class ReferenceHost:
             link_s=settings.link_s,
         )
         self._busy = asyncio.Lock()
+        self._paused = False
 
     async def call_workers(self, op: str, session: str, expect: str, deadline_s: float) -> list[dict[str, Any]]:
         """See EngineHost."""
@@ -81,7 +82,7 @@ class ReferenceHost:
     async def pause(self, mode: PauseMode) -> None:
         """See EngineHost. There is one request at a time: every mode waits for it."""
         del mode
-        if not self._busy.locked() or not getattr(self, "_paused", False):
+        if not self._paused:
             await self._busy.acquire()
             self._paused = True
 
@@ -90,7 +91,7 @@ class ReferenceHost:
 
     async def resume(self) -> None:
         """See EngineHost."""
-        if getattr(self, "_paused", False):
+        if self._paused:
             self._paused = False
             self._busy.release()
 
