@@ -8,6 +8,24 @@ import msgspec
 
 Verdict = Literal["ok", "denied", "absent"]
 
+Cause = Literal[
+    "none",
+    "seccomp",
+    "sandbox",
+    "old-kernel",
+    "yama",
+    "uid",
+    "non-dumpable",
+    "capability",
+    "user-namespace",
+    "pid-namespace",
+    "lsm",
+    "target-gone",
+    "bad-descriptor",
+    "unknown",
+]
+"""What stands between a process and its peer's descriptors."""
+
 
 class SyscallFact(msgspec.Struct, frozen=True, kw_only=True):
     """What one system call answered to arguments that need no target and change nothing.
@@ -39,8 +57,50 @@ class Guess(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str
 
 
+class TargetFact(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``pidfd_open`` + ``pidfd_getfd`` answered against a real process, and what forbids it if anything does.
+
+    ``target`` is ``child`` (a process of our own, started for this) or ``peer``. ``cause`` names the one gate that
+    explains every answer (``syncstack.facts.target`` has the table); ``evidence`` quotes the answers it rests on.
+    """
+
+    target: Literal["child", "peer"]
+    verdict: Verdict
+    cause: Cause
+    evidence: str
+
+
+class IdentityFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Who this process is to the kernel's permission checks.
+
+    ``uid_map`` and ``gid_map`` are the maps' text, one line per extent. ``yama_scope`` is None where the kernel has no
+    Yama; ``yama_evidence`` says which file was read. ``lsm_label`` is "" without a label.
+    """
+
+    uid: int
+    gid: int
+    euid: int
+    dumpable: bool
+    uid_map: str = ""
+    gid_map: str = ""
+    lsms: str = ""
+    lsm_label: str = ""
+    yama_scope: int | None = None
+    yama_evidence: str = ""
+
+    @property
+    def remapped(self) -> bool:
+        """Whether ids are translated: a rootless or user-remapped engine, or a user namespace of one's own."""
+        return bool(self.uid_map) and self.uid_map.split() != ["0", "0", "4294967295"]
+
+
 class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes in bytes, ``nofile`` in descriptors; None means unlimited, or unknown where ``evidence`` says so."""
+    """Sizes in bytes, ``nofile`` in descriptors; None means unlimited, or unknown where ``evidence`` says so.
+
+    ``memfd_reserve`` is what a real ``posix_fallocate`` on a memfd answered. ``thp`` and ``shmem_thp`` are the chosen
+    words of /sys/kernel/mm/transparent_hugepage. ``budget_bytes`` is how much may still be taken: the least of free
+    memory and the cgroup's headroom.
+    """
 
     shm_bytes: int | None
     shm_free_bytes: int | None
@@ -51,13 +111,101 @@ class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
     cgroup_limit_bytes: int | None
     cgroup_headroom_bytes: int | None
     evidence: str
+    cgroup_version: Literal["v1", "v2", "none"] = "none"
+    available_bytes: int | None = None
+    memfd_reserve: SyscallFact | None = None
+    nofile_open: int = 0
+    huge_page_bytes: int = 0
+    huge_pages_free: int = 0
+    thp: str = ""
+    shmem_thp: str = ""
+    numa_nodes: tuple[int, ...] = ()
+    numa_allowed: tuple[int, ...] = ()
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What may still be taken, None if nothing bounds it."""
+        bounds = [bound for bound in (self.available_bytes, self.cgroup_headroom_bytes) if bound is not None]
+        return min(bounds) if bounds else None
+
+
+class GpuDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """One device as its driver names it. ``index`` is this process's own and means nothing to any other."""
+
+    uuid: str
+    index: int
+    name: str
+    memory_bytes: int
+    compute_mode: str = "default"
+    mig: tuple[str, ...] = ()
+    vmm: bool = False
+    posix_fd: bool = False
+    fabric: bool = False
+    peers: tuple[str, ...] = ()
+    """UUIDs of the devices whose memory this one can reach directly."""
+
+
+class VisibilityMask(msgspec.Struct, frozen=True, kw_only=True):
+    """One environment variable that hides devices, as given and as understood.
+
+    ``kind``: ``unset``, ``all``, ``none``, or ``list`` (then ``entries`` holds indices, ``GPU-...`` or ``MIG-...``
+    names, possibly shortened). ``stopped_at`` quotes the first entry at which the driver stops reading.
+    """
+
+    name: str
+    text: str | None
+    kind: Literal["unset", "all", "none", "list"]
+    entries: tuple[str, ...] = ()
+    stopped_at: str = ""
+
+
+class AllocatorFact(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether torch's CUDA allocator uses expandable segments: from both variable names, and torch where loaded."""
+
+    expandable_segments: bool
+    evidence: str
 
 
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """NVIDIA devices that this process can see as files; nothing is opened."""
+    """NVIDIA devices that this process can see. ``count`` is by device files; the rest comes from a child process.
+
+    ``problem`` is "" or why the driver could not be asked (no library, no permission, a crash of the child).
+    """
 
     count: int
     evidence: str
+    driver: str = ""
+    devices: tuple[GpuDevice, ...] = ()
+    masks: tuple[VisibilityMask, ...] = ()
+    allocator: AllocatorFact | None = None
+    problem: str = ""
+
+    @property
+    def uuids(self) -> frozenset[str]:
+        """Names that mean the same to every process of the machine."""
+        return frozenset(device.uuid for device in self.devices)
+
+
+class Interface(msgspec.Struct, frozen=True, kw_only=True):
+    """One network interface; addresses in their usual text form, without a prefix length."""
+
+    name: str
+    up: bool
+    loopback: bool
+    mtu: int
+    ipv4: tuple[str, ...] = ()
+    ipv6: tuple[str, ...] = ()
+
+
+class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Interfaces, and the limits for those who listen."""
+
+    interfaces: tuple[Interface, ...] = ()
+    ephemeral_low: int = 0
+    ephemeral_high: int = 0
+    somaxconn: int = 0
+    unprivileged_port_start: int = 1024
+    evidence: str = ""
 
 
 class FolderFact(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,12 +220,15 @@ class FolderFact(msgspec.Struct, frozen=True, kw_only=True):
     writable: bool
     mounted: bool
     evidence: str
+    device: int = 0
+    inode: int = 0
+    """``st_dev`` and ``st_ino``: two processes of one host with equal ones see the same folder."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Everything :func:`syncstack.facts.collect` found out about this process."""
 
-    version: int = 1
+    version: int = 2
     machine: str
     kernel: str
     uid: int
@@ -94,6 +245,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     gpu: GpuFacts
     syscalls: dict[str, SyscallFact]
     socket_dir: FolderFact | None = None
+    identity: IdentityFacts | None = None
+    child: TargetFact | None = None
+    """``pidfd_getfd`` against a child of our own: what the filter lets through may still be forbidden by the kernel."""
+    network: NetworkFacts = NetworkFacts()
 
     @property
     def pidfd_getfd(self) -> SyscallFact:
