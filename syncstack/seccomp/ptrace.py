@@ -49,13 +49,12 @@ class _Info(ctypes.Structure):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One system call. ``error`` is its errno, 0 for none; ``returned`` is False if the caller ended in it."""
+    """One system call. ``error`` is its errno, 0 for none, also where the caller ended in it."""
 
     arch: int
     number: int
     args: tuple[int, ...]
     error: int = 0
-    returned: bool = True
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -125,6 +124,7 @@ class Tracer:
     def __init__(self, command: Sequence[str], *, prepare: Callable[[], None], seen: Callable[[Call], None]) -> None:
         self._seen = seen
         self._pending: dict[int, Call] = {}
+        self._last: dict[int, Call] = {}
         self._started = False
         self._ending = Ending(127, None)
         self._info = _Info()
@@ -174,17 +174,17 @@ class Tracer:
 
     def _ended(self, tid: int, status: int) -> None:
         self._live.discard(tid)
-        call = self._ended_in(tid)
+        call, last = self._ended_in(tid), self._last.pop(tid, None)
         if tid == self._pid:
-            self._ending = Ending(os.waitstatus_to_exitcode(status), call)
+            code = os.waitstatus_to_exitcode(status)
+            # A filter that kills does it on the way out of the call, so that was the last one to return.
+            self._ending = Ending(code, call or (last if code == -signal.SIGSYS else None))
 
     def _ended_in(self, tid: int) -> Call | None:
         """Count the call that a thread does not return from, and return it."""
-        pending = self._pending.pop(tid, None)
-        if pending is None or not self._started:
-            return None
-        call = Call(pending.arch, pending.number, pending.args, returned=False)
-        self._seen(call)
+        call = self._pending.pop(tid, None)
+        if call is not None and self._started:
+            self._seen(call)
         return call
 
     def _stopped(self, tid: int, number: int, event: int) -> None:
@@ -220,7 +220,8 @@ class Tracer:
                 if self._started:
                     error = -ctypes.c_int64(info.data[0]).value if info.data[1] & 0xFF else 0
                     # Above 511 the kernel talks to itself: a call that a signal interrupted is made again.
-                    self._seen(Call(call.arch, call.number, call.args, error if error < 512 else 0))
+                    self._last[tid] = Call(call.arch, call.number, call.args, error if error < 512 else 0)
+                    self._seen(self._last[tid])
 
     def _resume(self, tid: int, number: int) -> None:
         with suppress(ProcessLookupError):  # it was killed while it was stopped

@@ -64,6 +64,9 @@ class _Recorder:
     def __init__(self, applied: Profile | None) -> None:
         self._native = libseccomp.native()
         self._filter = None if applied is None else Reader(applied)
+        rules = () if applied is None else applied.syscalls
+        self._by_argument = {libseccomp.number_of(name) for rule in rules if rule.args for name in rule.names}
+        self._answers: dict[int, str] = {}
         self._house = Reader(load("restrictive"))
         self._checked = {libseccomp.number_of(name) for name in ARG_NOTES}
         self.calls: Counter[tuple[int, int]] = Counter()
@@ -85,9 +88,14 @@ class _Recorder:
             self.unusual.add(call.number)
 
     def _refused(self, call: Call) -> bool:
-        if self._filter is None or (call.returned and not call.error):
+        """Return whether our filter refuses a call. The errno does not say: a filter that kills leaves none."""
+        if self._filter is None:
             return False
-        return self._filter.of_number(call.number, call.args) not in REACHED
+        if call.number in self._by_argument:
+            return self._filter.of_number(call.number, call.args) not in REACHED
+        if call.number not in self._answers:
+            self._answers[call.number] = self._filter.of_number(call.number)
+        return self._answers[call.number] not in REACHED
 
     def used(self) -> tuple[Used, ...]:
         """Return the calls, the most frequent first."""
