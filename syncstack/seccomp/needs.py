@@ -78,7 +78,7 @@ def _dangers(names: str, why: str) -> tuple[Danger, ...]:
 
 
 NEEDS: Final[tuple[Need, ...]] = (
-    *_needs("arch_prctl close execve exit_group ioctl lseek mmap mprotect munmap newfstatat openat read write",
+    *_needs("arch_prctl close execve ioctl mmap mprotect munmap newfstatat openat read write",
             "every Python program", "it does not start"),
     *_needs("getdents64 mkdir rt_sigreturn uname unlink", "every Python program", "imports, temporary files or signals "
             "fail"),
@@ -102,6 +102,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     *_needs("epoll_ctl epoll_wait getsockname recvfrom sendto socketpair", "the HTTP server and its clients (asyncio)",
             "no control plane"),
     *_needs("prctl", "gloo's and Ray's child processes", "they do not start"),
+    *_needs("lseek", "torch's import, which reads its own source", "\"could not get source code\""),
     *_needs("fallocate", "torch's shared memory, in DataLoader workers", "\"unable to allocate shared memory\""),
     *_needs("prlimit64", "Ray", "its nodes do not start"),
     *_needs("sched_getaffinity", "vLLM's CPU worker, torch's DataLoader", "PermissionError"),
