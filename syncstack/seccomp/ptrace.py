@@ -28,6 +28,7 @@ _LISTEN: Final = 0x4208
 _GET_SYSCALL_INFO: Final = 0x420E
 # SYSGOOD, FORK, VFORK, CLONE, EXEC, EXITKILL: nothing that we follow outlives us.
 _OPTIONS: Final = 0x1 | 0x2 | 0x4 | 0x8 | 0x10 | 0x100000
+_BIRTHS: Final = (1, 2, 3)  # fork, vfork, clone
 _EVENT_EXEC: Final = 4
 _EVENT_STOP: Final = 128
 _ENTRY, _EXIT = 1, 2
@@ -130,6 +131,7 @@ class Tracer:
         self._info = _Info()
         self._pid, self._go, self._errors = _start(command, prepare)
         self._live = {self._pid}
+        self._early: set[int] = set()
 
     def run(self, timeout_s: float) -> Ending:
         """Follow the command until it and all that it started have ended.
@@ -161,16 +163,16 @@ class Tracer:
         os.write(self._go, b"x")
 
     def _follow(self) -> None:
-        while True:
-            try:
-                tid, status = os.waitpid(-1, _WALL)
-            except ChildProcessError:
-                return
-            if os.WIFSTOPPED(status):
-                self._live.add(tid)
-                self._stopped(tid, os.WSTOPSIG(status), status >> 16)
-            else:
+        # Until our own have ended: children that this process had before it was us are none of ours.
+        while self._live:
+            tid, status = os.waitpid(-1, _WALL)
+            if not os.WIFSTOPPED(status):
                 self._ended(tid, status)
+                continue
+            if tid not in self._live:  # its parent's word of it is still to come
+                self._live.add(tid)
+                self._early.add(tid)
+            self._stopped(tid, os.WSTOPSIG(status), status >> 16)
 
     def _ended(self, tid: int, status: int) -> None:
         self._live.discard(tid)
@@ -194,6 +196,9 @@ class Tracer:
             with suppress(ProcessLookupError):
                 _ptrace(_LISTEN, tid)
             return
+        elif event in _BIRTHS:
+            child = self._message(tid)
+            (self._early.discard if child in self._early else self._live.add)(child)
         elif event == _EVENT_EXEC:
             self._executed(tid)
         # Any other event is ours; without one it is a signal on its way to the command.
@@ -201,13 +206,19 @@ class Tracer:
 
     def _executed(self, tid: int) -> None:
         """An exec ends all other threads; the one that called it goes on under the number of the process."""
-        former = ctypes.c_ulong()
-        _ptrace(_GETEVENTMSG, tid, 0, ctypes.addressof(former))
-        if former.value != tid:
-            self._live.discard(former.value)
-            if former.value in self._pending:
-                self._pending[tid] = self._pending.pop(former.value)
+        former = self._message(tid)
+        if former != tid:
+            self._live.discard(former)
+            if former in self._pending:
+                self._pending[tid] = self._pending.pop(former)
         self._started = True
+
+    def _message(self, tid: int) -> int:
+        """Return the thread that an event of ``tid`` is about; ``tid`` itself if it was killed meanwhile."""
+        message = ctypes.c_ulong(tid)
+        with suppress(ProcessLookupError):
+            _ptrace(_GETEVENTMSG, tid, 0, ctypes.addressof(message))
+        return message.value
 
     def _syscall(self, tid: int) -> None:
         info = self._info
@@ -234,11 +245,19 @@ class Tracer:
         os.close(self._go)
         os.close(self._errors)
         for tid in self._live:
-            with suppress(ProcessLookupError):
-                os.kill(tid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            while True:
+            _kill(tid)
+        while self._live:
+            try:
                 tid, status = os.waitpid(-1, _WALL)
-                if os.WIFSTOPPED(status):  # born meanwhile
-                    with suppress(ProcessLookupError):
-                        os.kill(tid, signal.SIGKILL)
+            except ChildProcessError:
+                return
+            if os.WIFSTOPPED(status):  # born meanwhile
+                self._live.add(tid)
+                _kill(tid)
+            else:
+                self._live.discard(tid)
+
+
+def _kill(tid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(tid, signal.SIGKILL)

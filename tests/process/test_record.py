@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -182,6 +183,17 @@ threading.Event().wait()
 """
     assert record("--", sys.executable, "-c", code)[0]["exit"] == 5
     assert record("--", "sh", "-c", "yes | head -1")[0]["exit"] == 0
+
+
+def test_children_that_were_there_before_are_not_waited_for() -> None:
+    """A shell that starts something and then becomes the recorder leaves it a child that is not the command's."""
+    recorder = shlex.join([*SECCOMP, "record", "--", "true"])
+    script = f"sleep 40 >/dev/null 2>&1 & echo $! >&2; exec {recorder}"
+    started = time.monotonic()
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0
+    assert time.monotonic() - started < 20
+    os.kill(int(done.stderr.split()[0]), signal.SIGKILL)
 
 
 def test_run_gives_back_the_signals_that_python_ignores() -> None:
