@@ -2,7 +2,7 @@
 
 ptrace and not a filter: a filter sees a call before it happens, so it knows no answers, and one that another filter
 refuses it does not see at all. ptrace needs no privilege for one's own children, and sees both. It costs two stops a
-call (some 30 microseconds each here), a traced program cannot trace (gdb), and setuid programs lose their privilege.
+call (some 20 microseconds each here), a traced program cannot trace (gdb), and setuid programs lose their privilege.
 """
 
 from __future__ import annotations
