@@ -6,91 +6,78 @@ setuid programs lose their privilege.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+import platform
+import signal
+from collections.abc import Sequence
+from typing import Final, NoReturn
 
-import msgspec
+from syncstack.errors import ProfileError, UsageError
+from syncstack.seccomp.compile import Compiled, compile_profile
+from syncstack.seccomp.profile import Profile
 
-from syncstack.errors import UsageError
-from syncstack.seccomp import libseccomp
-from syncstack.seccomp.load import Profile, Rule
-from syncstack.seccomp.stub import load_stub
-from syncstack.seccomp.table import ENOSYS
-
-_Args = tuple[tuple[int, str, int, int], ...]
-
-
-class Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a profile: names that this libseccomp does not know, split by what that means.
-
-    ``skipped`` answer the default now (harmless). ``not_denied`` were to be refused under a default that allows: they
-    are open.
-    """
-
-    skipped: tuple[str, ...]
-    not_denied: tuple[str, ...]
-    highest: int
+# The number of seccomp(2), which has no wrapper in libc.
+_NUMBERS: Final = {"x86_64": 317, "aarch64": 277}
+_SET_MODE_FILTER: Final = 1
+_FLAG_TSYNC: Final = 1
+_PR_SET_NO_NEW_PRIVS: Final = 38
+_SUPERVISED: Final = ("SCMP_ACT_NOTIFY", "SCMP_ACT_TRACE")
 
 
-def _variants(rule: Rule) -> Iterator[_Args]:
-    """Yield the argument lists to add for one rule: like runc, several conditions on one index are alternatives."""
-    args = tuple((arg.index, arg.op, arg.value, arg.value_two) for arg in rule.args or ())
-    if len({arg[0] for arg in args}) == len(args):
-        yield args
-    else:
-        yield from ((arg,) for arg in args)
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
 
 
-def _is_allow(action: str) -> bool:
-    return action in ("SCMP_ACT_ALLOW", "SCMP_ACT_LOG")
-
-
-def _fill(target: libseccomp.Filter, profile: Profile) -> Applied:
-    unknown: list[tuple[str, str]] = []
-    highest = -1
-    for rule in profile.syscalls:
-        action = libseccomp.action(rule.action, profile_errno(rule))
-        for name in rule.names:
-            number = target.resolve(name)
-            if number is None:
-                unknown.append((name, rule.action))
-                continue
-            highest = max(highest, number)
-            for args in _variants(rule):
-                target.add(action, number, args)
-    opened = [name for name, action in unknown if _is_allow(profile.default_action) and not _is_allow(action)]
-    return Applied(
-        skipped=tuple(sorted(name for name, _ in unknown if name not in opened)),
-        not_denied=tuple(sorted(opened)),
-        highest=highest,
+def load_program(code: bytes) -> None:
+    """Set no_new_privs and load a program into all threads of this process, for good; ``ProfileError`` says why not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = _Program(length=len(code) // 8, instructions=ctypes.addressof(buffer))
+    number = ctypes.c_long(_NUMBERS[platform.machine()])
+    result = libc.syscall(number, ctypes.c_long(_SET_MODE_FILTER), ctypes.c_long(_FLAG_TSYNC), ctypes.byref(program))
+    if result == 0:
+        return
+    code_number = ctypes.get_errno()
+    raise ProfileError(
+        "the kernel refused the seccomp filter",
+        observed=errno.errorcode.get(code_number, str(code_number))
+        if result < 0
+        else f"thread {result} has a filter of its own",
+        expected="seccomp(2) allowed here, and no thread with a filter that the others do not have",
+        consequence=os.strerror(code_number) if result < 0 else None,
     )
 
 
-def profile_errno(rule: Rule) -> int:
-    """Return the errno of an ERRNO rule; EPERM where the rule names none."""
-    return 1 if rule.errno_ret is None else rule.errno_ret
+def check_applicable(profile: Profile) -> None:
+    """Raise ``ProfileError`` for a profile that needs a supervisor, which a plain process does not have."""
+    for action in (profile.default_action, *(rule.action for rule in profile.syscalls)):
+        if action in _SUPERVISED:
+            raise ProfileError(
+                "the profile asks a supervisor",
+                observed=action,
+                expected="SCMP_ACT_ALLOW, LOG, ERRNO, TRAP or KILL",
+                consequence="Without one such a call would fail or wait for ever",
+            )
 
 
-def apply(profile: Profile) -> Applied:
+def apply(profile: Profile) -> Compiled:
     """Apply a flat ``profile`` to all threads of this process, for good.
 
-    Raises ``ProfileError``: with nothing loaded for a bad profile, with the profile in force when its ENOSYS stub for
-    unknown numbers cannot be loaded.
+    Raises ``ProfileError`` with nothing loaded.
     """
-    default = libseccomp.action(profile.default_action, profile.default_errno_ret)
-    target = libseccomp.Filter(default)
-    try:
-        target.set_architectures(profile.architectures or ())
-        target.set_attribute(libseccomp.Attribute.NO_NEW_PRIVS, 1)
-        target.set_attribute(libseccomp.Attribute.TSYNC, 1)
-        applied = _fill(target, profile)
-        target.load()
-    finally:
-        target.close()
-    if profile.default_action == "SCMP_ACT_ERRNO" and profile.default_errno_ret != ENOSYS and applied.highest >= 0:
-        load_stub(applied.highest)
-    return applied
+    check_applicable(profile)
+    compiled = compile_profile(profile)
+    load_program(compiled.code)
+    return compiled
+
+
+def restore_signals() -> None:
+    """Give back the signals that Python ignores, as a command expects them. Before a filter, which may forbid it."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def execute(command: Sequence[str]) -> NoReturn:

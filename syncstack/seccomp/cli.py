@@ -1,22 +1,72 @@
-"""``syncstack seccomp``: generate and verify the profiles, explain an answer, run a command under a profile."""
+"""``syncstack seccomp``: generate, verify, check, explain and compare profiles; run or record a command under one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from syncstack.facts.process import bounding_capabilities
+from syncstack.errors import DeadlineExceeded, UsageError
+from syncstack.facts.process import CAPABILITY_NAMES, bounding_capabilities
+from syncstack.seccomp import check as checker
+from syncstack.seccomp import diff as differ
 from syncstack.seccomp import generate as generator
-from syncstack.seccomp.apply import Applied, execute
+from syncstack.seccomp import record as recorder
+from syncstack.seccomp import render
 from syncstack.seccomp.apply import apply as apply_profile
+from syncstack.seccomp.apply import execute, restore_signals
+from syncstack.seccomp.compile import Compiled
 from syncstack.seccomp.explain import explain as explain_call
-from syncstack.seccomp.load import DOCKER_CAPABILITIES, load
+from syncstack.seccomp.load import DOCKER_CAPABILITIES, NAMES, RUNTIMES, load
 
-app = typer.Typer(name="seccomp", help="The seccomp profiles: generate, verify, explain, run.", no_args_is_help=True)
+app = typer.Typer(
+    name="seccomp",
+    help="The seccomp profiles: generate, verify, check, explain, diff, run, record.",
+    no_args_is_help=True,
+)
 
+
+class Output(Enum):
+    """Forms of output."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+_PROFILE = f"{', '.join(NAMES)}, or a file (flat OCI or Docker's format)."
 _Folder = Annotated[Path, typer.Option("--out", help="Folder of the profiles.", file_okay=False)]
+_Profile = Annotated[str, typer.Argument(help=_PROFILE)]
+_Command = Annotated[list[str], typer.Argument(help="The command, after --.")]
+_Caps = Annotated[
+    str, typer.Option(help="Bounding set that conditions are decided for: none, docker, bounding, CAP_A, with commas.")
+]
+_Kernel = Annotated[str, typer.Option(help="Kernel X.Y that conditions are decided for.", show_default="this one")]
+_Output = Annotated[Output, typer.Option("--output", "-o", help="Form of the output.")]
+Runtime = Enum("Runtime", {name: name for name in RUNTIMES})  # type: ignore[misc]
+
+
+def _print(output: Output, found: Any, lines: Iterable[str]) -> None:
+    if output is Output.JSON:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        return
+    for line in lines:
+        typer.echo(line)
+
+
+def capabilities(text: str) -> tuple[str, ...]:
+    """Return the capabilities that ``--caps`` names; ``UsageError`` for an unknown one."""
+    sets = {"none": (), "docker": DOCKER_CAPABILITIES, "bounding": bounding_capabilities()}
+    found: list[str] = []
+    for part in (part.strip() for part in text.split(",")):
+        name = part.upper()
+        if part not in sets and name not in CAPABILITY_NAMES:
+            raise UsageError("unknown capability", observed=repr(part), expected="none, docker, bounding or CAP_...")
+        found += sets.get(part, (name,))
+    return tuple(dict.fromkeys(found))
 
 
 @app.command()
@@ -34,41 +84,95 @@ def verify(out: _Folder = Path("seccomp")) -> None:
 
 
 @app.command()
-def explain(syscall: Annotated[str, typer.Argument(help="Name of a system call, such as pidfd_getfd.")]) -> None:
-    """Say what each profile answers to a system call, and why."""
-    explanation = explain_call(syscall)
-    for profile, answer in explanation.answers.items():
-        typer.echo(f"{profile:12} {answer}")
-    typer.echo(f"{'why':12} {explanation.why}")
+def check(
+    profile: _Profile,
+    caps: _Caps = "none",
+    kernel: _Kernel = "",
+    runtime: Annotated[
+        list[Runtime] | None,
+        typer.Option(help="Read it as this runtime does (repeatable).", show_default="docker, containerd"),
+    ] = None,
+    output: _Output = Output.TEXT,
+) -> None:
+    """Check what a profile denies of what is needed, and what it lets through of what is dangerous.
+
+    Exit 0: fine; 1: something needed is denied or something dangerous is open; 2: not a profile.
+    """
+    runtimes = [name for name in RUNTIMES if name in {which.value for which in runtime or []}]
+    found = checker.check(profile, caps=capabilities(caps), kernel=kernel, runtimes=runtimes)
+    _print(output, found, render.report(found))
+    raise typer.Exit(0 if found.ok else 1)
 
 
-def _capabilities(text: str) -> tuple[str, ...]:
-    if text == "none":
-        return ()
-    if text == "docker":
-        return DOCKER_CAPABILITIES
-    if text == "bounding":
-        return bounding_capabilities()
-    return tuple(name.strip().upper() for name in text.split(","))
+@app.command()
+def explain(
+    syscall: Annotated[str, typer.Argument(help="Name of a system call, such as pidfd_getfd.")],
+    profile: Annotated[list[str] | None, typer.Option(help=f"One more profile (repeatable): {_PROFILE}")] = None,
+    caps: _Caps = "none",
+    kernel: _Kernel = "",
+    output: _Output = Output.TEXT,
+) -> None:
+    """Say what each profile answers to a system call, why, and who needs it."""
+    found = explain_call(syscall, profiles=profile or [], caps=capabilities(caps), kernel=kernel)
+    _print(output, found, render.explanation(found))
 
 
-def _report(applied: Applied) -> None:
-    for what, names in (("skipped", applied.skipped), ("NOT DENIED", applied.not_denied)):
+@app.command()
+def diff(
+    first: _Profile,
+    second: _Profile,
+    caps: _Caps = "none",
+    kernel: _Kernel = "",
+    output: _Output = Output.TEXT,
+) -> None:
+    """Compare what two profiles answer to every system call. Exit 0: the same; 1: they differ."""
+    found = differ.compare(first, second, caps=capabilities(caps), kernel=kernel)
+    _print(output, found, render.comparison(found))
+    raise typer.Exit(1 if found.differences else 0)
+
+
+def _report(compiled: Compiled) -> None:
+    for what, names in (("skipped", compiled.skipped), ("NOT DENIED", compiled.not_denied)):
         if names:
             typer.echo(f"{what}, unknown to this libseccomp: {' '.join(names)}", err=True)
 
 
 @app.command()
 def run(
-    profile: Annotated[str, typer.Argument(help="permissive, restrictive, or a file (flat OCI or Docker's format).")],
-    command: Annotated[list[str], typer.Argument(help="The command, after --.")],
-    caps: Annotated[
-        str, typer.Option(help="For a Docker-format file: none, docker, bounding, or CAP_A,CAP_B.")
-    ] = "none",
+    profile: _Profile,
+    command: _Command,
+    caps: _Caps = "none",
+    kernel: _Kernel = "",
     explain_names: Annotated[bool, typer.Option("--explain", help="List the names that were skipped.")] = False,
 ) -> None:
     """Run a command under a profile, without a container. The filter holds for everything that it starts."""
-    applied = apply_profile(load(profile, caps=_capabilities(caps)))
-    if explain_names or applied.not_denied:
-        _report(applied)
+    found = load(profile, caps=capabilities(caps), kernel=kernel)
+    restore_signals()
+    compiled = apply_profile(found)
+    if explain_names or compiled.not_denied:
+        _report(compiled)
     execute(command)
+
+
+@app.command()
+def record(
+    command: _Command,
+    profile: Annotated[str, typer.Option(help=f"Run it under this profile: {_PROFILE}", show_default="none")] = "",
+    caps: _Caps = "none",
+    write: Annotated[
+        Path | None, typer.Option(help="Write a flat profile that allows what was seen.", dir_okay=False)
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Kill the command after this many seconds.")] = 600.0,
+    output: _Output = Output.TEXT,
+) -> None:
+    """Run a command and list the system calls that it used, and those that were refused.
+
+    Its output goes to standard error. Exits as the command does; 1 if it did not end in time.
+    """
+    found = recorder.record(command, profile=profile, caps=capabilities(caps), timeout_s=timeout)
+    if write is not None:
+        write.write_bytes(msgspec.json.format(msgspec.json.encode(recorder.allow_list(found)), indent=2) + b"\n")
+    _print(output, found, render.recording(found))
+    if found.exit is None:
+        raise DeadlineExceeded(f"the command was ended after {timeout:g} s", next_step="give more by --timeout")
+    raise typer.Exit(found.exit if found.exit >= 0 else 128 - found.exit)

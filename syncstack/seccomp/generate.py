@@ -33,7 +33,8 @@ _ACTION: dict[Answer, dict[str, Any]] = {
 }
 
 
-def _arg_rule(rule: ArgRule) -> dict[str, Any]:
+def arg_rule(rule: ArgRule) -> dict[str, Any]:
+    """Return a rule on an argument as the OCI specification writes it."""
     arg: dict[str, Any] = {"index": rule.index, "value": rule.value}
     if rule.op == "SCMP_CMP_MASKED_EQ":
         arg["valueTwo"] = rule.value_two
@@ -47,7 +48,7 @@ def document(profile: ProfileName) -> dict[str, Any]:
     for answer in Answer:
         names = sorted(name for row in ROWS if row.answer(profile) is answer for name in row.names)
         syscalls.append({"names": names, **_ACTION[answer]})
-    syscalls.extend(_arg_rule(rule) for rule in arg_rules())
+    syscalls.extend(arg_rule(rule) for rule in arg_rules())
     return {
         "defaultAction": "SCMP_ACT_ERRNO",
         "defaultErrnoRet": ENOSYS,

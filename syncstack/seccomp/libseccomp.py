@@ -1,4 +1,4 @@
-"""The few functions of libseccomp.so.2 (2.5 or newer) that are needed here, typed.
+"""The few functions of libseccomp.so.2 (2.5 or newer) that are needed here, typed: names, numbers, rules -> a program.
 
 By ctypes and not through a package: pyseccomp, the one wrapper on PyPI, was last released in 2021 and wraps the same
 calls; every Debian and Ubuntu has the library, because apt needs it.
@@ -10,24 +10,19 @@ import ctypes
 import errno
 import os
 from ctypes import POINTER, Structure, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
-from enum import IntEnum
+from functools import cache
 from typing import Final
 
 from syncstack.errors import ProfileError
 
-_ARCH_TOKENS: Final = {
-    "SCMP_ARCH_X86_64": 0xC000003E,
-    "SCMP_ARCH_X86": 0x40000003,
-    "SCMP_ARCH_X32": 0x4000003E,
-    "SCMP_ARCH_AARCH64": 0xC00000B7,
-    "SCMP_ARCH_ARM": 0x40000028,
-}
 _ACTIONS: Final = {
     "SCMP_ACT_KILL": 0x00000000,
     "SCMP_ACT_KILL_THREAD": 0x00000000,
     "SCMP_ACT_KILL_PROCESS": 0x80000000,
     "SCMP_ACT_TRAP": 0x00030000,
     "SCMP_ACT_ERRNO": 0x00050000,
+    "SCMP_ACT_NOTIFY": 0x7FC00000,
+    "SCMP_ACT_TRACE": 0x7FF00000,
     "SCMP_ACT_LOG": 0x7FFC0000,
     "SCMP_ACT_ALLOW": 0x7FFF0000,
 }
@@ -37,17 +32,15 @@ _OPERATORS: Final = {
 _NR_SCMP_ERROR: Final = -1
 
 
-class Attribute(IntEnum):
-    """Filter attributes of ``seccomp_attr_set``."""
-
-    NO_NEW_PRIVS = 3
-    TSYNC = 4
-
-
 class _ArgCmp(Structure):
     _fields_ = (("arg", c_uint), ("op", c_int), ("a", c_uint64), ("b", c_uint64))
 
 
+class _Version(Structure):
+    _fields_ = (("major", c_uint), ("minor", c_uint), ("micro", c_uint))
+
+
+@cache
 def _open() -> ctypes.CDLL:
     try:
         lib = ctypes.CDLL("libseccomp.so.2", use_errno=True)
@@ -59,13 +52,15 @@ def _open() -> ctypes.CDLL:
     lib.seccomp_init.argtypes = [c_uint32]
     lib.seccomp_release.restype = None
     lib.seccomp_release.argtypes = [c_void_p]
-    lib.seccomp_load.argtypes = [c_void_p]
-    lib.seccomp_attr_set.argtypes = [c_void_p, c_int, c_uint32]
+    lib.seccomp_version.restype = POINTER(_Version)
+    lib.seccomp_export_bpf.argtypes = [c_void_p, c_int]
+    lib.seccomp_arch_resolve_name.restype = c_uint32
+    lib.seccomp_arch_resolve_name.argtypes = [c_char_p]
     lib.seccomp_arch_add.argtypes = [c_void_p, c_uint32]
-    lib.seccomp_arch_remove.argtypes = [c_void_p, c_uint32]
     lib.seccomp_arch_native.restype = c_uint32
     lib.seccomp_syscall_resolve_name.argtypes = [c_char_p]
-    lib.seccomp_syscall_resolve_name_arch.argtypes = [c_uint32, c_char_p]
+    lib.seccomp_syscall_resolve_num_arch.restype = c_void_p  # not c_char_p: the string is ours to free
+    lib.seccomp_syscall_resolve_num_arch.argtypes = [c_uint32, c_int]
     lib.seccomp_rule_add_array.argtypes = [c_void_p, c_uint32, c_int, c_uint, POINTER(_ArgCmp)]
     return lib
 
@@ -83,12 +78,45 @@ def action(name: str, errno_ret: int) -> int:
 
 
 def architecture(name: str) -> int:
-    """Return libseccomp's token of an OCI architecture name."""
-    return _lookup(_ARCH_TOKENS, name, "architecture")
+    """Return libseccomp's token of an OCI architecture name, such as SCMP_ARCH_X86_64."""
+    prefix, _, short = name.partition("SCMP_ARCH_")
+    token = 0 if prefix else int(_open().seccomp_arch_resolve_name(short.lower().encode()))
+    if token == 0:
+        raise ProfileError("unknown architecture", observed=name, expected="SCMP_ARCH_X86_64, SCMP_ARCH_AARCH64, ...")
+    return token
+
+
+def version() -> str:
+    """Return the library's version, such as 2.5.4."""
+    found = _open().seccomp_version().contents
+    return f"{found.major}.{found.minor}.{found.micro}"
+
+
+def native() -> int:
+    """Return this machine's architecture token: what the kernel puts into seccomp_data, too."""
+    return int(_open().seccomp_arch_native())
+
+
+def number_of(name: str) -> int | None:
+    """Return the number of a system call, a negative pseudo number where only others have it, None if unknown."""
+    number = int(_open().seccomp_syscall_resolve_name(name.encode()))
+    return None if number == _NR_SCMP_ERROR else number
+
+
+def name_of(number: int, arch: int) -> str | None:
+    """Return the name of a call of ``arch`` (token); None if the library does not know it."""
+    pointer = _open().seccomp_syscall_resolve_num_arch(arch, number)
+    if not pointer:
+        return None
+    name = ctypes.string_at(pointer).decode()
+    libc = ctypes.CDLL(None)
+    libc.free.argtypes = [c_void_p]
+    libc.free(pointer)
+    return name
 
 
 class Filter:
-    """One libseccomp filter under construction. ``load`` applies it; ``close`` frees it, also after ``load``."""
+    """One libseccomp filter under construction. ``export`` compiles it; ``close`` frees it."""
 
     def __init__(self, default_action: int) -> None:
         self._lib = _open()
@@ -98,7 +126,7 @@ class Filter:
             raise ProfileError("libseccomp refuses the default action", observed=hex(default_action))
 
     def close(self) -> None:
-        """Free the filter's memory. A loaded filter stays in force."""
+        """Free the filter's memory."""
         if self._ctx:
             self._lib.seccomp_release(self._ctx)
             self._ctx = None
@@ -113,22 +141,12 @@ class Filter:
         tokens = [architecture(name) for name in names]
         for token in tokens:
             self._check(self._lib.seccomp_arch_add(self._ctx, token), "adding an architecture", errno.EEXIST)
-        native = self._lib.seccomp_arch_native()
-        if native not in tokens:
+        if native() not in tokens:
             raise ProfileError(
                 "the profile does not list this machine's architecture",
                 observed=", ".join(names),
                 consequence="Every system call would end the process",
             )
-
-    def set_attribute(self, attribute: Attribute, value: int) -> None:
-        """Set a filter attribute."""
-        self._check(self._lib.seccomp_attr_set(self._ctx, int(attribute), value), attribute.name)
-
-    def resolve(self, name: str) -> int | None:
-        """Return the number of a system call, a negative pseudo number where only others have it, None if unknown."""
-        number = int(self._lib.seccomp_syscall_resolve_name(name.encode()))
-        return None if number == _NR_SCMP_ERROR else number
 
     def add(self, rule_action: int, number: int, args: tuple[tuple[int, str, int, int], ...] = ()) -> None:
         """Add a rule; each of ``args`` is (index, operator, value, second value), all must hold.
@@ -141,13 +159,11 @@ class Filter:
         code = self._lib.seccomp_rule_add_array(self._ctx, rule_action, number, len(args), array)
         self._check(code, f"adding a rule for call {number}")
 
-    def load(self) -> None:
-        """Apply the filter to this process for good."""
-        code = self._lib.seccomp_load(self._ctx)
-        if code == -errno.ECANCELED:
-            raise ProfileError(
-                "the kernel refused the seccomp filter",
-                observed="ECANCELED",
-                expected="no_new_privs or CAP_SYS_ADMIN, and no thread with a filter of its own",
-            )
-        self._check(code, "loading the filter")
+    def export(self) -> bytes:
+        """Return the compiled program, 8 bytes an instruction."""
+        descriptor = os.memfd_create("seccomp", os.MFD_CLOEXEC)
+        try:
+            self._check(self._lib.seccomp_export_bpf(self._ctx, descriptor), "compiling the filter")
+            return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        finally:
+            os.close(descriptor)

@@ -1,7 +1,7 @@
-"""Read a seccomp profile, flat OCI or Docker's format, into one flat form.
+"""Find a profile by name or file, and make it flat the way a container runtime does.
 
-Docker's conditions (``includes``, ``excludes``, ``archMap``, ``minKernel``) are resolved here for given capabilities,
-the way the Docker daemon does it: against the *bounding* set that the process will have.
+Docker's conditions (``includes``, ``excludes``, ``archMap``, ``minKernel``) are decided for given capabilities, as the
+Docker daemon does it: against the *bounding* set that the process will have. containerd knows none of them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,20 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final, Literal
 
 import msgspec
 
 from syncstack.errors import ProfileError
+from syncstack.seccomp import builtin
 from syncstack.seccomp.generate import render
+from syncstack.seccomp.profile import Condition, Profile, Rule, parse
 from syncstack.seccomp.table import EPERM, PROFILES
+
+Runtime = Literal["docker", "docker-20.10", "containerd"]
+RUNTIMES: Final[tuple[Runtime, ...]] = ("docker", "docker-20.10", "containerd")
+ENGINES: Final = ("docker", "containerd")
+NAMES: Final = (*PROFILES, "docker", "docker@VERSION", "containerd")
 
 # The capabilities that Docker gives a container by default.
 _DOCKER = """
@@ -26,74 +34,24 @@ DOCKER_CAPABILITIES = tuple(f"CAP_{name}" for name in _DOCKER.split())
 _MACHINES = {"x86_64": ("SCMP_ARCH_X86_64", "amd64"), "aarch64": ("SCMP_ARCH_AARCH64", "arm64")}
 
 
-class Arg(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """A condition on one register argument."""
-
-    index: int
-    value: int
-    op: str
-    value_two: int = 0
-
-
-class _Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    caps: tuple[str, ...] = ()
-    arches: tuple[str, ...] = ()
-    min_kernel: str = ""
-
-
-class Rule(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """An action for some system calls, all ``args`` holding. ``name`` and the conditions are Docker's."""
-
-    action: str
-    names: tuple[str, ...] = ()
-    name: str = ""
-    errno_ret: int | None = None
-    args: tuple[Arg, ...] | None = None
-    comment: str = ""
-    includes: _Condition | None = None
-    excludes: _Condition | None = None
-
-
-class _ArchMap(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    architecture: str
-    sub_architectures: tuple[str, ...] | None = None
-
-
-class Profile(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """A profile; after :func:`resolve` it has no ``arch_map`` and no rule has a condition."""
-
-    default_action: str
-    default_errno_ret: int = EPERM
-    architectures: tuple[str, ...] | None = None
-    arch_map: tuple[_ArchMap, ...] | None = None
-    flags: tuple[str, ...] = ()
-    syscalls: tuple[Rule, ...] = ()
-
-
 def _kernel(text: str) -> tuple[int, int]:
     major, _, rest = text.partition(".")
     minor = rest.partition(".")[0].partition("-")[0]
     try:
         return int(major), int(minor)
     except ValueError:
-        raise ProfileError("minKernel is not a version", observed=repr(text), expected='"major.minor"') from None
+        raise ProfileError("not a kernel version", observed=repr(text), expected='minKernel "major.minor"') from None
 
 
-def _applies(rule: Rule, caps: frozenset[str], arch: str, kernel: tuple[int, int]) -> bool:
-    yes, no = rule.includes, rule.excludes
-    if yes is not None:
-        if yes.arches and arch not in yes.arches:
-            return False
-        if not caps.issuperset(yes.caps):
-            return False
-        if yes.min_kernel and kernel < _kernel(yes.min_kernel):
-            return False
-    if no is not None:
-        if arch in no.arches or caps.intersection(no.caps):
-            return False
-        if no.min_kernel and kernel >= _kernel(no.min_kernel):
-            return False
-    return True
+def _holds(condition: Condition, caps: frozenset[str], arch: str, kernel: tuple[int, int]) -> tuple[bool, ...]:
+    """Return, for each part of ``condition`` that is set, whether it holds. Any one excludes; all must include."""
+    parts = []
+    if condition.arches:
+        parts.append(arch in condition.arches)
+    if condition.min_kernel:
+        parts.append(kernel >= _kernel(condition.min_kernel))
+    parts.extend(cap in caps for cap in condition.caps)
+    return tuple(parts)
 
 
 def _machine() -> tuple[str, str]:
@@ -103,54 +61,65 @@ def _machine() -> tuple[str, str]:
     return _MACHINES[machine]
 
 
-def _architectures(profile: Profile, native: str) -> tuple[str, ...]:
-    if profile.arch_map is not None:
-        if profile.architectures is not None:
-            raise ProfileError("a profile has either architectures or archMap", observed="both")
+def _architectures(profile: Profile, native: str, runtime: Runtime) -> tuple[str, ...]:
+    if profile.arch_map is not None and runtime != "containerd":
         subs = [entry.sub_architectures or () for entry in profile.arch_map if entry.architecture == native]
         return (native, *(name for names in subs for name in names))
     return profile.architectures or (native,)
 
 
-def resolve(profile: Profile, *, caps: Sequence[str]) -> Profile:
-    """Return ``profile`` flat: conditions decided for ``caps`` (bounding set), this machine and this kernel."""
+def resolve(profile: Profile, *, caps: Sequence[str], kernel: str = "", runtime: Runtime = "docker") -> Profile:
+    """Return ``profile`` flat: what ``runtime`` makes of it for ``caps`` (bounding set), ``kernel`` and this machine.
+
+    ``docker`` decides the conditions, for this kernel unless told; ``docker-20.10`` reads no ``defaultErrnoRet`` and no
+    ``flags`` besides; ``containerd`` takes every rule as unconditional, and one by the old ``name`` for none.
+    """
     native, arch = _machine()
-    kernel = _kernel(platform.release())
+    version = _kernel(kernel or platform.release())
+    nothing, holds = Condition(), frozenset(caps)
     rules = []
     for rule in profile.syscalls:
-        if bool(rule.name) == bool(rule.names):
-            raise ProfileError("a rule needs either name or names", observed=f"name={rule.name!r} names={rule.names!r}")
-        if _applies(rule, frozenset(caps), arch, kernel):
-            names = rule.names or (rule.name,)
-            rules.append(Rule(action=rule.action, names=names, errno_ret=rule.errno_ret, args=rule.args))
+        if runtime != "containerd":
+            if not all(_holds(rule.includes or nothing, holds, arch, version)):
+                continue
+            if any(_holds(rule.excludes or nothing, holds, arch, version)):
+                continue
+        names = rule.names or ((rule.name,) if runtime != "containerd" else ())
+        rules.append(Rule(action=rule.action, names=names, errno_ret=rule.errno_ret, args=rule.args))
     return Profile(
         default_action=profile.default_action,
-        default_errno_ret=profile.default_errno_ret,
-        architectures=_architectures(profile, native),
-        flags=profile.flags,
+        default_errno_ret=EPERM if runtime == "docker-20.10" else profile.default_errno_ret,
+        architectures=_architectures(profile, native, runtime),
+        flags=() if runtime == "docker-20.10" else profile.flags,
         syscalls=tuple(rules),
     )
 
 
-def parse(data: bytes, *, origin: str) -> Profile:
-    """Return the profile in ``data`` as it is written; ``ProfileError`` names ``origin`` and the field."""
+def read(path: str) -> bytes:
+    """Return the bytes of a profile's file; ``ProfileError`` says that ``path`` is neither a file nor a name."""
     try:
-        return msgspec.json.decode(data, type=Profile)
-    except msgspec.DecodeError as error:  # ValidationError is one of them
-        raise ProfileError(f"{origin} is not a seccomp profile", observed=str(error)) from None
-
-
-def load(profile: str, *, caps: Sequence[str] = ()) -> Profile:
-    """Return the flat profile named ``permissive`` or ``restrictive``, or the one in the file ``profile``."""
-    for name in PROFILES:
-        if profile == name:
-            return resolve(parse(render(name), origin=name), caps=caps)
-    try:
-        data = Path(profile).read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise ProfileError(
-            f"no seccomp profile {profile!r}",
+            f"no seccomp profile {path!r}",
             observed=error.strerror,
-            expected=f"a file, or one of {', '.join(PROFILES)}",
+            expected=f"a file, or one of {', '.join(NAMES)}",
         ) from None
-    return resolve(parse(data, origin=profile), caps=caps)
+
+
+def document(name: str) -> bytes | None:
+    """Return a profile that is known by name as JSON (ours, Docker's built-in, containerd's), or None."""
+    for profile in PROFILES:
+        if name == profile:
+            return render(profile)
+    engine, at, version = name.partition("@")
+    if engine == "docker":
+        return msgspec.json.encode(builtin.docker(version if at else None))
+    return msgspec.json.encode(builtin.containerd()) if name == "containerd" else None
+
+
+def load(profile: str, *, caps: Sequence[str] = (), kernel: str = "", runtime: Runtime = "docker") -> Profile:
+    """Return the flat profile of that name (see ``NAMES``), or the one in the file ``profile``."""
+    data = document(profile)
+    found = parse(read(profile) if data is None else data, origin=profile)
+    return resolve(found, caps=caps, kernel=kernel, runtime=runtime)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from syncstack.errors import ProfileError
-from syncstack.seccomp.load import DOCKER_CAPABILITIES, Profile, load, parse, resolve
-from syncstack.seccomp.stub import program
+from syncstack.seccomp.load import DOCKER_CAPABILITIES, RUNTIMES, load, resolve
+from syncstack.seccomp.profile import Profile, parse, unknown_fields
 
 ALLOW = "SCMP_ACT_ALLOW"
+ALLOWED = {"action": ALLOW}
 NATIVE, DOCKER_ARCH = {
     "x86_64": ("SCMP_ARCH_X86_64", "amd64"),
     "aarch64": ("SCMP_ARCH_AARCH64", "arm64"),
@@ -96,7 +97,33 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         load("strict")
 
 
-def test_the_enosys_stub_is_seven_instructions_for_one_architecture() -> None:
-    code = program(456, 0xC000003E)
-    assert len(code) == 7 * 8
-    assert (456).to_bytes(4, "little") in code
+def test_containerd_reads_no_condition_and_docker_20_10_no_default_errno() -> None:
+    rule = {"names": ["bpf"], "action": ALLOW, "includes": {"caps": ["CAP_BPF"]}}
+    profile = made(defaultErrnoRet=38, archMap=[{"architecture": NATIVE}], syscalls=[rule, {"name": "read", **ALLOWED}])
+    docker, old, containerd = (resolve(profile, caps=(), runtime=runtime) for runtime in RUNTIMES)
+    assert [rule.names for rule in docker.syscalls] == [("read",)]
+    assert (docker.default_errno_ret, old.default_errno_ret) == (38, 1)
+    # The old form with one name is not in the OCI specification either.
+    assert [rule.names for rule in containerd.syscalls] == [("bpf",), ()]
+
+
+def test_the_kernel_can_be_given() -> None:
+    profile = made(syscalls=[{"names": ["ptrace"], "action": ALLOW, "includes": {"minKernel": "4.8"}}])
+    assert not resolve(profile, caps=(), kernel="4.4").syscalls
+    assert resolve(profile, caps=(), kernel="4.19.0-26-amd64").syscalls
+    with pytest.raises(ProfileError, match="kernel version"):
+        resolve(profile, caps=(), kernel="new")
+
+
+def test_what_podman_writes_is_read_and_typos_are_found() -> None:
+    document = {
+        "defaultAction": "SCMP_ACT_ERRNO",
+        "defaultErrnoRet": 38,
+        "defaultErrno": "ENOSYS",
+        "syscalls": [{"names": ["bpf"], "action": "SCMP_ACT_ERRNO", "errnoRet": 1, "errno": "EPERM", "include": {}}],
+    }
+    data = json.dumps(document).encode()
+    assert unknown_fields(data) == ("syscalls[0].include",)
+    assert parse(data, origin="test.json", strict=False).syscalls[0].errno == "EPERM"
+    with pytest.raises(ProfileError, match=r"syscalls\[0\].include"):
+        parse(data, origin="test.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -94,10 +95,26 @@ def test_dockers_own_profile_depends_on_the_release() -> None:
         expected("nonsense")
 
 
-def test_explain_gives_answer_and_reason() -> None:
+def test_explain_gives_answers_reason_and_need() -> None:
     found = explain("pidfd_getfd")
-    assert found.answers == {"permissive": "allowed", "restrictive": "EPERM (forbidden)"}
+    assert found.answers == {
+        "permissive": "allowed",
+        "restrictive": "EPERM (forbidden)",
+        "docker": "EPERM (forbidden); allowed with CAP_SYS_PTRACE",
+        "containerd": "EPERM (forbidden); allowed with CAP_SYS_PTRACE",
+    }
     assert "SCM_RIGHTS" in found.why
+    assert any("expandable_segments" in who for who in found.needed_by)
     assert "AF_ALG" in explain("socket").why
+    assert explain("socket").answers["restrictive"] == "by argument: EPERM (forbidden) or allowed"
+    assert explain("mount").dangers
     with pytest.raises(UsageError, match="pidfd_getfd"):
         explain("pidfd_getfds")
+
+
+def test_explain_decides_conditions_and_tells_what_older_engines_do(tmp_path: Path) -> None:
+    assert explain("pidfd_getfd", caps=("CAP_SYS_PTRACE",)).answers["docker"] == "allowed"
+    assert explain("ptrace", kernel="4.4").answers["containerd"].startswith("EPERM")
+    found = explain("process_vm_readv", profiles=("docker@20.10.24", "restrictive"))
+    assert (found.answers["docker"], found.answers["docker@20.10.24"]) == ("allowed", "EPERM (forbidden)")
+    assert found.history == ("before 23.0.0: allowed with CAP_SYS_PTRACE",)
