@@ -196,12 +196,12 @@ class HostFdSender:
         self.cast_bytes = 0
         name, value = None, torch.empty(0)
         for want, slot in zip(wanted, manifest.tensors, strict=True):
+            if stop.is_set():
+                raise TransportError("the version was given up")
             if want.source != name:
                 name, value = want.source, _next_tensor(tensors, want.source)
                 if str(value.dtype) != f"torch.{slot.dtype}":
                     self.cast_bytes += value.numel() * value.element_size()
-            if stop.is_set():
-                raise TransportError("the version was given up")
             yield slot, value
 
     def close(self) -> None:
