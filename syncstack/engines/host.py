@@ -54,14 +54,18 @@ async def start_control(host: EngineHost, state: EngineState, settings: Settings
 
 async def _serve(control: Control, sockets: list[socket.socket], token: Token | None, listen: Listen) -> None:
     """One server for each socket: the one of TCP asks for the token, the other for the kernel's word."""
+    servers = []
+    for sock in sockets:
+        local = sock.family == socket.AF_UNIX
+        log.info("control endpoint at %s", sock.getsockname() if local else tcp.address_of(sock))
+        serving = ControlServer(control, None if local else token).serve(sockets=[sock])
+        servers.append(asyncio.create_task(serving))
     try:
-        async with asyncio.TaskGroup() as servers:
-            for sock in sockets:
-                local = sock.family == socket.AF_UNIX
-                log.info("control endpoint at %s", sock.getsockname() if local else tcp.address_of(sock))
-                server = ControlServer(control, None if local else token)
-                servers.create_task(server.serve(sockets=[sock]))
+        await asyncio.wait(servers)
     finally:
+        # In this very turn of the loop: when the engine's own server ends there may be no other.
+        for server in servers:
+            server.cancel()
         for path in () if listen.folder is None else listen.folder.glob("*.sock"):
             path.unlink(missing_ok=True)
 

@@ -27,7 +27,7 @@ MAX_LINKS = 64
 """Trainer ranks that may be connected to one worker at once."""
 
 MAX_STRANGERS = 32
-"""Connections that may be proving who they are at once. They take no place from those who have."""
+"""TCP connections that may be proving who they are at once. They take no place from those who have."""
 
 
 class WorkerEndpoint:
@@ -117,7 +117,6 @@ class WorkerEndpoint:
         link = Link(sock)
         server = LinkServer(link, self, link_s=self._link_s)
         try:
-            self._admit(self._strangers, link, MAX_STRANGERS)
             self._identify(link, sock)
             self._admit(self._links, link, MAX_LINKS)
             greet(link, role="worker", rank=self.rank, deadline=time.monotonic() + self._link_s)
@@ -141,6 +140,7 @@ class WorkerEndpoint:
             unix.check_peer(sock)
         else:
             assert self._token is not None
+            self._admit(self._strangers, link, MAX_STRANGERS)
             prove_as_worker(link, self._token, rank=self.rank, deadline=time.monotonic() + AUTH_S)
 
     def _admit(self, links: set[Link], link: Link, most: int) -> None:

@@ -146,9 +146,8 @@ def test_every_kind_of_tensor_is_written_as_its_contiguous_cast(value: torch.Ten
     wanted = value.contiguous().to(getattr(torch, dtype))
     raw = wanted.reshape(-1).view(torch.uint8).numpy().tobytes()
     segment = SenderSegment(max(len(raw), 1))
-    area = torch.frombuffer(segment.data, dtype=torch.uint8)
     place = TensorSlot(name="w", dtype=dtype, shape=tuple(value.shape), offset=0, nbytes=len(raw))
-    found = sender_module._write(area, segment.data, place, value)
+    found = sender_module._write(segment, place, value)
     assert bytes(segment.data[: len(raw)]) == raw
     assert found == digest(raw)
 

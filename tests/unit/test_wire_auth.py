@@ -22,7 +22,7 @@ from syncstack.settings import Settings
 from syncstack.threads import in_thread
 from syncstack.transports import endpoint as endpoint_module
 from syncstack.transports.endpoint import WorkerEndpoint
-from syncstack.wire import tcp
+from syncstack.wire import tcp, unix
 from syncstack.wire.auth import AUTH_FRAME_BYTES, Token, prove_as_trainer, prove_as_worker, read_token
 from syncstack.wire.link import Link, greet
 from syncstack.wire.messages import PROTOCOL_VERSION, Answer, Challenge, Fault, LinkHello, StageEnd, Welcome
@@ -192,8 +192,10 @@ def test_whatever_a_stranger_says_it_proves_nothing_and_ends_in_a_typed_error(ro
 
 
 @pytest.fixture
-def endpoint() -> Iterator[WorkerEndpoint]:
-    found = WorkerEndpoint(None, rank=0, link_s=5, tcp=tcp.listen(Address("127.0.0.1", 0)), token=Token(SECRET))
+def endpoint(tmp_path: Path) -> Iterator[WorkerEndpoint]:
+    found = WorkerEndpoint(
+        tmp_path / "w.sock", rank=0, link_s=5, tcp=tcp.listen(Address("127.0.0.1", 0)), token=Token(SECRET)
+    )
     yield found
     found.close()
 
@@ -252,7 +254,7 @@ def test_garbage_closes_that_connection_only(endpoint: WorkerEndpoint, said: byt
         open_link(endpoint).close()
 
 
-def test_slow_strangers_are_cut_off_and_keep_nobody_out(
+def test_slow_strangers_are_cut_off_and_keep_no_neighbour_out(
     endpoint: WorkerEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint_module, "AUTH_S", 1.0)
@@ -261,6 +263,9 @@ def test_slow_strangers_are_cut_off_and_keep_nobody_out(
         time.sleep(0.3)
         with pytest.raises(SyncstackError):  # the place of one who proves itself is not that of one who does not
             open_link(endpoint)
+        assert endpoint.path is not None
+        with Link(unix.connect(endpoint.path, deadline=soon())) as neighbour:
+            greet(neighbour, role="trainer", rank=0, deadline=soon())
         begin = time.monotonic()
         for number, sock in enumerate(strangers):
             sock.sendall(b"s"[: number % 2])  # half of them trickle

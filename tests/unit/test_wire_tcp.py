@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from syncstack.engines.listen import Listen
 from syncstack.errors import EngineUnreachable, SettingsError
+from syncstack.settings import Settings
 from syncstack.wire import tcp
 from syncstack.wire.tcp import Address
 
@@ -86,6 +89,32 @@ def test_any_text_is_an_address_or_an_error(text: str) -> None:
             assert Address.parse(str(Address.parse(each))) == Address.parse(each)
         except SettingsError:
             continue
+
+
+@pytest.mark.parametrize(
+    ("listen", "folder", "worker"),
+    [
+        ("unix", Path("/run/syncstack/engine-0"), None),
+        ("tcp://0.0.0.0:7000", None, Address("0.0.0.0", 7002)),
+        ("unix, tcp://[::]:0", Path("/run/syncstack/engine-0"), Address("::", 0)),
+    ],
+)
+def test_an_engine_listens_where_it_is_told(listen: str, folder: Path | None, worker: Address | None) -> None:
+    found = Listen.of(Settings.load(listen=listen))
+    assert (found.folder, found.worker(1)) == (folder, worker)
+
+
+@pytest.mark.parametrize(
+    "listen", ["", "unix,unix", "tcp://127.0.0.1", "udp://127.0.0.1:1", "tcp://[::]:1,tcp://0.0.0.0:1", "unix,"]
+)
+def test_an_engine_that_is_told_nonsense_says_so(listen: str) -> None:
+    with pytest.raises(SettingsError, match="expected: .*tcp://"):
+        Listen.of(Settings.load(listen=listen))
+
+
+def test_a_worker_without_a_port_is_an_error() -> None:
+    with pytest.raises(SettingsError, match="worker 1 has no port above"):
+        Listen.of(Settings.load(listen="tcp://127.0.0.1:65534")).worker(1)
 
 
 def test_both_families_meet_with_every_option_on_both_ends(host: str) -> None:

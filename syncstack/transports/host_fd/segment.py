@@ -12,6 +12,7 @@ A memfd is not a file in /dev/shm: its size is bounded by the memory limit of th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -62,6 +63,8 @@ class SenderSegment:
                 consequence="Nothing was sent",
                 next_step="raise the memory limit of the trainer's container",
             ) from None
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + HEADER_BYTES
+        """Where the data area lies in this process, for as long as a view of ``data`` is held."""
         _HEAD.pack_into(self._map, 0, _MAGIC, bytes.fromhex(self.nonce), data_bytes)
 
     def begin_write(self) -> int:

@@ -177,7 +177,7 @@ class HostFdSender:
         window: deque[tuple[TensorSlot, Future[str]]] = deque()
         try:
             for slot, value in values:
-                window.append((slot, self._writers.submit(_write_into, segment, slot, value)))
+                window.append((slot, self._writers.submit(_write, segment, slot, value)))
                 if len(window) >= WINDOW:
                     done, future = window.popleft()
                     yield done, future.result()
@@ -236,15 +236,11 @@ def _release(filling: Future[None], segment: SenderSegment) -> None:
     segment.close()
 
 
-def _write_into(segment: SenderSegment, slot: TensorSlot, value: torch.Tensor) -> str:
-    """Write one tensor. Views of the segment live no longer than this: it can be unmapped while the source is asked."""
-    data = segment.data
-    area = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
-    return _write(area, data, slot, value)
+def _write(segment: SenderSegment, slot: TensorSlot, value: torch.Tensor) -> str:
+    """Cast and copy one tensor into its slot; returns the digest of its bytes as they travel.
 
-
-def _write(area: torch.Tensor, data: memoryview, slot: TensorSlot, value: torch.Tensor) -> str:
-    """Cast and copy one tensor into its slot; returns the digest of its bytes as they travel."""
+    Views of the segment live no longer than this, so that it can be unmapped while the source is being asked.
+    """
     if value.shape != slot.shape:
         raise TransportError(
             f"{slot.name} changed its shape since its metadata was read",
@@ -254,16 +250,17 @@ def _write(area: torch.Tensor, data: memoryview, slot: TensorSlot, value: torch.
     if slot.nbytes == 0:
         return digest(b"")
     dtype = getattr(torch, slot.dtype)
+    place = segment.data[slot.offset : slot.offset + slot.nbytes]
     if value.dtype is dtype and value.is_contiguous() and value.device.type == "cpu":
-        return _copy_and_digest(area.data_ptr() + slot.offset, value.data_ptr(), slot.nbytes)
-    begin, end = slot.offset, slot.offset + slot.nbytes
+        return _copy_and_digest(segment.address + slot.offset, value.data_ptr(), slot.nbytes)
     with torch.no_grad():
-        area[begin:end].view(dtype).view(slot.shape).copy_(value)
-    return digest(data[begin:end])
+        torch.frombuffer(place, dtype=dtype).view(slot.shape).copy_(value)
+    return digest(place)
 
 
 def _copy_and_digest(to: int, at: int, nbytes: int) -> str:
-    """Copy ``nbytes`` of host memory in cache-sized pieces, each digested while it is still in the cache.
+    """Copy ``nbytes`` of host memory in cache-sized pieces, each digested while it is still in the cache. The caller
+    keeps both ends mapped.
 
     memmove and not torch's copy: the latter starts all of torch's threads for every piece, and on busy cores the
     slowest of them sets the pace, while the worker's digest wants the other core anyway.
