@@ -296,6 +296,7 @@ def test_a04_a_kind_is_never_guessed_from_what_came_with_it() -> None:
     refused(scm, "without its descriptor", ProtocolError)
     with pytest.raises(HandleRefused, match="is not the sender"):
         HostFdReceiver().open(with_handle(peer.offer(segment), start_ticks=1), [segment.fd])
+    segment.close()
 
 
 def test_a05_a_segment_is_known_by_its_nonce_whatever_its_handle_says() -> None:
@@ -307,6 +308,7 @@ def test_a05_a_segment_is_known_by_its_nonce_whatever_its_handle_says() -> None:
         assert num_mappings(segment) == 2, "the sender's and one of the receiver's"
     receiver.close()
     assert num_mappings(segment) == 1
+    segment.close()
 
 
 def num_mappings(segment: SenderSegment) -> int:
@@ -324,3 +326,4 @@ def test_the_sender_gives_by_the_way_it_is_told() -> None:
         link.passes_fds = False
         with pytest.raises(TransportError, match="cannot travel over TCP"):
             give(segment.fd, "scm", link)
+    segment.close()
