@@ -15,6 +15,7 @@
     |   |-- LinkLost               the peer went away
     |   `-- ProtocolError          bytes that are not the protocol: bad frame, type, length, version
     |-- TransportError             moving or mapping bytes failed
+    |   |-- HandleRefused          the peer's memory cannot be opened here; the text names the gate
     |   `-- DigestMismatch         what arrived is not what was sent
     |-- EngineError                the engine's side of the transaction
     |   |-- EngineUnreachable      no answer within the deadline, or the connection ended
@@ -115,6 +116,10 @@ class ProtocolError(LinkError):
 
 class TransportError(SyncstackError):
     """Moving or mapping bytes failed."""
+
+
+class HandleRefused(TransportError):
+    """The peer's memory cannot be opened by this process. The text names what forbids it, and never only an errno."""
 
 
 class DigestMismatch(TransportError):

@@ -8,10 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from syncstack.errors import SettingsError
+from syncstack.wire.auth import Token, read_token
 
 PauseMode = Literal["wait", "abort", "keep"]
 
@@ -25,6 +26,15 @@ class Settings(BaseSettings):
     """Folder shared by trainer and engine; each engine has a sub-folder of mode 0700 in it."""
     engine_name: str = Field(default="engine-0", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Name of this engine: its folder below ``socket_dir``, and its name in every report."""
+    listen: str = "unix"
+    """Where an engine listens: ``unix`` (its folder), ``tcp://ADDRESS:PORT``, or both with a comma between. PORT is the
+    control endpoint's, PORT + 1 + n that of worker n's data link; 0 takes free ones. TCP needs a token."""
+    token_file: Path | None = None
+    """File with the token that trainer and engine prove to each other over TCP; see ``wire/auth.py`` for its mode."""
+    token: SecretStr | None = None
+    """The token itself, where there is no file. Every process of this user can read another's environment."""
+    listen_fd: int | None = Field(default=None, ge=0)
+    """Not for users: the socket of ``listen`` that ``syncstack engine`` opened before it became the engine's server."""
     profile: str = "unknown"
     """Name of the seccomp profile the container was started with. Only reported; the facts are probed."""
     transport: str = "auto"
@@ -57,8 +67,28 @@ class Settings(BaseSettings):
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(str(part) for part in first["loc"])
+            hidden = name == "token"
             raise SettingsError(
                 f"setting {name} cannot be used: {first['msg']}",
-                observed=repr(first.get("input")),
+                observed="(not shown)" if hidden else repr(first.get("input")),
                 next_step=f"set SYNCSTACK_{name.upper()} or the option of that name to a valid value",
             ) from None
+
+    def shared_token(self) -> Token | None:
+        """The token of ``token_file``, else of ``token``, else None; read anew each time. Raises SettingsError."""
+        if self.token_file is not None:
+            return read_token(self.token_file)
+        if self.token is not None:
+            return Token(self.token.get_secret_value().encode(errors="surrogateescape").strip())
+        return None
+
+    def required_token(self, why: str) -> Token:
+        """The token, or a SettingsError that begins with ``why``."""
+        token = self.shared_token()
+        if token is None:
+            raise SettingsError(
+                f"{why} needs a token, and none is set",
+                consequence="Anybody who reaches the port could replace the weights",
+                next_step="make one with `openssl rand -hex 32` and set SYNCSTACK_TOKEN_FILE on both sides",
+            )
+        return token

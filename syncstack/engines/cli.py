@@ -22,6 +22,15 @@ SocketDir = Annotated[
     Path | None, typer.Option(help="Folder shared with the trainer. [env: SYNCSTACK_SOCKET_DIR]", show_default=False)
 ]
 
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        help="Where syncstack listens: `unix` (the default), `tcp://ADDRESS:PORT`, or both with a comma. TCP needs "
+        "SYNCSTACK_TOKEN_FILE. [env: SYNCSTACK_LISTEN]",
+        show_default=False,
+    ),
+]
+
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def vllm(
@@ -32,20 +41,13 @@ def vllm(
     port: Port = 8000,
     dtype: Dtype = "bfloat16",
     socket_dir: SocketDir = None,
+    listen: Listen = None,
 ) -> None:
     """Real vLLM. Arguments after `--` go to `vllm serve` as they are."""
     from syncstack.engines.vllm.launch import launch
 
-    settings = Settings.load(socket_dir=socket_dir, engine_name=name)
-    launch(
-        model=model,
-        name=settings.engine_name,
-        socket_dir=settings.socket_dir,
-        host=host,
-        port=port,
-        dtype=dtype,
-        extra=context.args,
-    )
+    settings = Settings.load(socket_dir=socket_dir, engine_name=name, listen=listen)
+    launch(model=model, host=host, port=port, dtype=dtype, extra=context.args, settings=settings)
 
 
 @app.command()
@@ -56,9 +58,10 @@ def reference(
     port: Port = 8000,
     dtype: Dtype = "float32",
     socket_dir: SocketDir = None,
+    listen: Listen = None,
 ) -> None:
     """A plain-torch engine for tests; serves one greedy request at a time."""
     from syncstack.engines.reference.engine import serve
 
-    settings = Settings.load(socket_dir=socket_dir, engine_name=name)
+    settings = Settings.load(socket_dir=socket_dir, engine_name=name, listen=listen)
     serve(model=model, host=host, port=port, dtype=dtype, settings=settings)

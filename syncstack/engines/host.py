@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from pathlib import Path
 
 import msgspec
 
+from syncstack.engines.listen import Listen, control_sockets
 from syncstack.errors import LoadFailed, UsageError
 from syncstack.refit.control import Control, EngineHost
 from syncstack.refit.http import ControlServer
 from syncstack.refit.messages import ErrorReply, WorkerInfo
 from syncstack.refit.state import EngineState
 from syncstack.settings import Settings
-from syncstack.wire import unix
+from syncstack.wire import tcp, unix
+from syncstack.wire.auth import Token
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +25,14 @@ START_S = 120.0
 
 
 async def start_control(host: EngineHost, state: EngineState, settings: Settings) -> asyncio.Task[None]:
-    """Open every worker's data socket and serve the control endpoint; the engine is at version 0 from here on.
+    """Open every worker's data sockets and serve the control endpoint; the engine is at version 0 from here on.
 
-    Returns the server's task; cancel it to stop. Raises UsageError when the socket folder cannot be used.
+    Returns the server's task; cancel it to stop. Raises UsageError when it cannot listen as ``settings.listen`` says.
     """
-    folder = settings.socket_dir / settings.engine_name
-    unix.prepare_folder(folder)
+    listen = Listen.of(settings)
+    token = settings.required_token(f"listening on {listen.tcp}") if listen.tcp is not None else None
+    if listen.folder is not None:
+        unix.prepare_folder(listen.folder)
     workers = []
     for reply in await host.call_workers("info", "", "", START_S):
         if "error" in reply:
@@ -44,17 +47,26 @@ async def start_control(host: EngineHost, state: EngineState, settings: Settings
         workers=tuple(sorted(workers, key=lambda worker: worker.rank)),
         heartbeat_s=settings.heartbeat_s,
     )
-    sock = unix.listen(folder / "control.sock")
+    sockets = control_sockets(listen, settings)
     state.started()
-    log.info("engine %s: control endpoint at %s", settings.engine_name, folder / "control.sock")
-    return asyncio.get_running_loop().create_task(_serve(ControlServer(control), sock, folder))
+    return asyncio.get_running_loop().create_task(_serve(control, sockets, token, listen))
 
 
-async def _serve(server: ControlServer, sock: object, folder: Path) -> None:
+async def _serve(control: Control, sockets: list[socket.socket], token: Token | None, listen: Listen) -> None:
+    """One server for each socket: the one of TCP asks for the token, the other for the kernel's word."""
+    servers = []
+    for sock in sockets:
+        local = sock.family == socket.AF_UNIX
+        log.info("control endpoint at %s", sock.getsockname() if local else tcp.address_of(sock))
+        serving = ControlServer(control, None if local else token).serve(sockets=[sock])
+        servers.append(asyncio.create_task(serving))
     try:
-        await server.serve(sockets=[sock])  # type: ignore[list-item]
+        await asyncio.wait(servers)
     finally:
-        for path in folder.glob("*.sock"):
+        # In this very turn of the loop: when the engine's own server ends there may be no other.
+        for server in servers:
+            server.cancel()
+        for path in () if listen.folder is None else listen.folder.glob("*.sock"):
             path.unlink(missing_ok=True)
 
 

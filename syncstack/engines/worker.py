@@ -10,18 +10,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
+from syncstack.engines.listen import Listen
 from syncstack.errors import LoadFailed, ProtocolError, SyncstackError
 from syncstack.facts import collect
 from syncstack.refit.messages import ErrorReply, WorkerInfo
+from syncstack.settings import Settings
 from syncstack.transports.endpoint import WorkerEndpoint
 from syncstack.transports.host_fd.receiver import StagedVersion
 from syncstack.weights.manifest import MAX_LISTED, fingerprint
+from syncstack.wire import tcp
 from syncstack.wire.link import PROCESS_NONCE
 
 
@@ -42,18 +44,34 @@ class Loader(Protocol):
 
 
 class EngineWorker:
-    """One worker: its data socket, and the operations of the transaction. ``call`` never raises."""
+    """One worker: its data sockets, and the operations of the transaction. ``call`` never raises."""
 
-    def __init__(self, loader: Loader, *, folder: Path, rank: int, link_s: float) -> None:
+    def __init__(self, loader: Loader, *, settings: Settings, rank: int) -> None:
+        """Open the data sockets that ``settings.listen`` asks for; raises SettingsError or UsageError if it cannot."""
         self._loader = loader
         self._rank = rank
         # A load that its caller gave up may still run: the next one waits until it has noticed.
         self._loading = threading.Lock()
-        self._endpoint = WorkerEndpoint(folder / f"worker-{rank}.sock", rank=rank, link_s=link_s)
+        listen = Listen.of(settings)
+        address = listen.worker(rank)
+        self._endpoint = WorkerEndpoint(
+            None if listen.folder is None else listen.folder / f"worker-{rank}.sock",
+            rank=rank,
+            link_s=settings.link_s,
+            tcp=None if address is None else tcp.listen(address),
+            token=None if address is None else settings.required_token(f"listening on {address}"),
+        )
 
     def info(self) -> WorkerInfo:
         """Who this worker is, with its own facts: they decide, not the front end's."""
-        return WorkerInfo(rank=self._rank, socket=self._endpoint.path.name, nonce=PROCESS_NONCE, facts=collect())
+        path = self._endpoint.path
+        return WorkerInfo(
+            rank=self._rank,
+            socket="" if path is None else path.name,
+            port=self._endpoint.port,
+            nonce=PROCESS_NONCE,
+            facts=collect(),
+        )
 
     def call(self, op: str, session: str = "", expect: str = "") -> dict[str, Any]:
         """Run ``info``, ``load``, ``verify`` or ``finish``; a failure comes back as ``{"error": ...}``.
@@ -115,5 +133,5 @@ class EngineWorker:
         return {"tensors": len(version.offer.tensors)}
 
     def close(self) -> None:
-        """Close the data socket and every link."""
+        """Close the data sockets and every link."""
         self._endpoint.close()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import TypeVar
 
 import httpx
@@ -20,13 +18,12 @@ from syncstack.errors import (
     LinkRefused,
     ProtocolError,
     SyncstackError,
-    UsageError,
 )
+from syncstack.refit.dial import Dial, Way, dial
 from syncstack.refit.messages import BeginRequest, EngineInfo, ErrorReply, LeaseLine, StepReply, StepRequest
 from syncstack.refit.state import StateReport
 from syncstack.settings import Settings
 from syncstack.weights.meta import ParamMeta
-from syncstack.wire import unix
 from syncstack.wire.link import Link, greet
 from syncstack.wire.messages import PROTOCOL_VERSION
 
@@ -34,6 +31,9 @@ T = TypeVar("T")
 
 END_S = 0.5
 """How long a stream may take to end by itself after its session has."""
+
+PROBE_S = 3.0
+"""How long one look for somebody who listens may take."""
 
 BEATS_BEFORE_LOST = 4
 """Heartbeats that may fail to come before a lease is given up."""
@@ -81,49 +81,37 @@ class Lease:
 class EngineClient:
     """One engine, as a trainer rank sees it. Not thread-safe, except that ``close`` may interrupt a call."""
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
-        self._folder = folder
+    def __init__(self, way: Dial, settings: Settings) -> None:
+        self._dial = way
         self._settings = settings
-        self._http = self._new_http()
+        self._http = way.http(settings.control_s)
         self.info: EngineInfo
         self.renew()
 
     @classmethod
     def connect(cls, address: str, *, settings: Settings) -> EngineClient:
-        """Wait until the engine at ``unix:FOLDER`` answers, at most ``settings.engine_ready_s``.
+        """Wait until the engine at ``unix:FOLDER`` or ``tcp://HOST:PORT`` answers, at most ``settings.engine_ready_s``.
 
-        Raises UsageError for an address of another form and EngineNotReady when the time is up.
+        Raises UsageError for an address of another form, SettingsError for TCP without a token, EngineNotReady when
+        the time is up, LinkRefused when the engine has another token.
         """
-        scheme, _, path = address.partition(":")
-        if scheme != "unix" or not path.startswith("/"):
-            raise UsageError(
-                f"engine address {address!r} cannot be used",
-                expected="unix:/folder/of/the/engine",
-                next_step="fix --engine",
-            )
-        folder = Path(path)
-        if not os.access(folder.parent, os.X_OK):
-            raise UsageError(
-                f"socket folder {folder.parent} does not exist here, or may not be entered",
-                next_step="mount the volume that the engine uses at SYNCSTACK_SOCKET_DIR",
-            )
-        return cls(folder, settings)
+        return cls(dial(address, settings), settings)
 
     def renew(self) -> None:
         """Ask the engine anew who it is: it may have been restarted. Waits for it as ``connect`` does."""
-        self.reset()
         deadline = time.monotonic() + self._settings.engine_ready_s
         while True:
             try:
-                unix.connect(self._folder / "control.sock", deadline=min(deadline, time.monotonic() + 1.0)).close()
+                self._dial.probe(deadline=min(deadline, time.monotonic() + PROBE_S))
+                self.reset()  # to the address that answered
                 self.info = self._call("GET", "/hello", EngineInfo, deadline_s=self._settings.control_s)
                 break
             except (EngineUnreachable, DeadlineExceeded) as error:
                 if time.monotonic() >= deadline:
                     raise EngineNotReady(
-                        f"engine {self._folder.name} did not become ready within {self._settings.engine_ready_s:g} s",
+                        f"engine {self._dial.name} did not become ready within {self._settings.engine_ready_s:g} s",
                         observed=str(error),
-                        next_step="look at the engine's log; is the same volume mounted in both containers?",
+                        next_step=f"look at the engine's log; {self._dial.hint}",
                     ) from None
         if self.info.protocol != PROTOCOL_VERSION:
             raise ProtocolError(
@@ -138,21 +126,20 @@ class EngineClient:
         """The engine's name."""
         return self.info.name
 
-    def _new_http(self) -> httpx.Client:
-        transport = httpx.HTTPTransport(uds=str(self._folder / "control.sock"))
-        return httpx.Client(transport=transport, base_url="http://engine", timeout=self._settings.control_s)
+    @property
+    def way(self) -> Way:
+        """How the engine was reached."""
+        return self._dial.way
 
     def _call(self, method: str, path: str, kind: type[T], *, body: object = None, deadline_s: float) -> T:
         content = None if body is None else msgspec.json.encode(body)
         try:
             response = self._http.request(method, path, content=content, timeout=deadline_s)
         except httpx.TimeoutException:
-            raise DeadlineExceeded(
-                f"engine {self._folder.name} did not answer {path} within {deadline_s:g} s"
-            ) from None
+            raise DeadlineExceeded(f"engine {self._dial.name} did not answer {path} within {deadline_s:g} s") from None
         except (httpx.HTTPError, RuntimeError, OSError) as error:
             raise EngineUnreachable(
-                f"engine {self._folder.name} went away during {path}", observed=str(error) or type(error).__name__
+                f"engine {self._dial.name} went away during {path}", observed=str(error) or type(error).__name__
             ) from None
         return self._decode(response, kind)
 
@@ -163,7 +150,7 @@ class EngineClient:
             failure: SyncstackError = msgspec.json.decode(response.content, type=ErrorReply).to_error()
         except msgspec.DecodeError as error:
             failure = ProtocolError(
-                f"engine {self._folder.name} answered with something else",
+                f"engine {self._dial.name} answered with something else",
                 observed=f"status {response.status_code}: {error}",
             )
         raise failure
@@ -199,12 +186,12 @@ class EngineClient:
         try:
             for worker in self.info.workers:
                 deadline = time.monotonic() + self._settings.link_s
-                link = Link(unix.connect(self._folder / Path(worker.socket).name, deadline=deadline))
+                link = self._dial.link(worker, rank=rank, deadline=deadline)
                 links.append(link)
                 peer = greet(link, role="trainer", rank=rank, deadline=deadline)
                 if peer.nonce != worker.nonce or peer.rank != worker.rank:
                     raise LinkRefused(
-                        f"another process answers on the socket of {self.name}'s worker {worker.rank}",
+                        f"another process answers for {self.name}'s worker {worker.rank}",
                         observed=f"rank {peer.rank}, {peer.nonce}",
                         expected=f"rank {worker.rank}, {worker.nonce}",
                         next_step="connect to the engine anew: it was restarted",
@@ -218,7 +205,7 @@ class EngineClient:
     def reset(self) -> None:
         """Drop every connection. A call that another thread has in flight ends at its own deadline at the latest."""
         self._http.close()
-        self._http = self._new_http()
+        self._http = self._dial.http(self._settings.control_s)
 
     def close(self) -> None:
         """Close the connections."""

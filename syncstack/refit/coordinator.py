@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from syncstack.refit.client import EngineClient, Lease
 from syncstack.refit.messages import StepRequest
 from syncstack.refit.report import RefitReport
 from syncstack.settings import Settings
+from syncstack.threads import in_thread
 from syncstack.transports.host_fd.sender import HostFdSender
 from syncstack.weights.manifest import Manifest, Wanted, resolve
 from syncstack.weights.source import WeightSource
@@ -168,7 +168,7 @@ class Coordinator:
 
     def _watched(self, call: Callable[[], T]) -> T:
         """Run ``call`` and return its result, but end early when an engine's process has gone."""
-        future = _in_thread(call)
+        future = in_thread(call, "syncstack-refit")
         while True:
             done, _ = concurrent.futures.wait([future], timeout=WATCH_S)
             if done:
@@ -275,17 +275,3 @@ class _Refit:
         begin = time.perf_counter()
         yield
         self.phases[phase] = time.perf_counter() - begin
-
-
-def _in_thread(call: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Run ``call`` in a daemon thread: a call that hangs in the kernel must not keep the trainer from ending."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting thread raises it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="syncstack-refit", daemon=True).start()
-    return future

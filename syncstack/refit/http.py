@@ -1,6 +1,7 @@
-"""The control endpoint as HTTP. This step serves it on a unix socket; the routes do not know.
+"""The control endpoint as HTTP, on a unix socket or over TCP; the routes do not know which.
 
-Routes: ``GET /hello``, ``GET /state``, ``POST /begin`` (a stream: the lease), and ``POST`` of each step.
+Routes: ``GET /hello``, ``GET /state``, ``POST /begin`` (a stream: the lease), and ``POST`` of each step. Over TCP each
+request carries ``Authorization: Bearer``; see ``wire/auth.py`` for what that proves and what it does not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from syncstack.errors import (
+    DeadlineExceeded,
     EngineBusy,
     EngineDirty,
     EngineError,
@@ -30,12 +32,21 @@ from syncstack.errors import (
     UsageError,
 )
 from syncstack.refit.control import Control
+from syncstack.refit.gate import App, Receive, Scope, Send
 from syncstack.refit.messages import MAX_BODY_BYTES, BeginRequest, ErrorReply, LeaseLine, StepRequest
 from syncstack.wire import unix
+from syncstack.wire.auth import Token
 
 log = logging.getLogger(__name__)
 
 STEPS = ("pause", "load", "verify", "commit", "resume", "abort")
+
+HEAD_S = 10.0
+"""How long a client may take from its connection, or from the last answer, to the end of a request's head. One that is
+idle between two requests is closed by uvicorn before that."""
+
+BODY_S = 30.0
+"""How long it may then take to send the body. 64 MiB in that time are 18 Mbit/s."""
 
 T = TypeVar("T")
 
@@ -45,6 +56,8 @@ def _status(error: SyncstackError) -> int:
         return 422
     if isinstance(error, EngineBusy | EngineDirty):
         return 409
+    if isinstance(error, LinkRefused):
+        return 401
     return 400 if isinstance(error, ProtocolError) else 500
 
 
@@ -54,10 +67,14 @@ def _json(value: object, status: int = 200) -> Response:
 
 async def _body(request: Request, kind: type[T]) -> T:
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise ProtocolError("body too large", expected=f"<= {MAX_BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise ProtocolError("body too large", expected=f"<= {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise DeadlineExceeded(f"the body did not arrive within {BODY_S:g} s") from None
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -104,30 +121,81 @@ def build_app(control: Control) -> Starlette:
     )
 
 
-class _PeerCheckedProtocol(H11Protocol):
-    """HTTP/1.1 that asks the kernel who connected before it reads a byte."""
+class RequireToken:
+    """Lets nobody through who does not show the token's bearer. Answers from the head alone, so reads no body."""
+
+    def __init__(self, app: App, token: Token) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, or answer 401."""
+        given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
+        if len(given) == 1 and self._token.authorizes(given[0]):
+            await self._app(scope, receive, send)
+            return
+        error = LinkRefused(
+            "the engine's control endpoint was not shown the token that it shares with its trainer",
+            observed="another one" if given else "none",
+            next_step="give trainer and engine the same SYNCSTACK_TOKEN_FILE",
+        )
+        log.warning("control endpoint: refused %s: %s", scope.get("client"), error)
+        response = _json(ErrorReply.of(error), _status(error))
+        response.headers.update({"www-authenticate": "Bearer", "connection": "close"})
+        await response(scope, receive, send)
+
+
+class _Protocol(H11Protocol):
+    """HTTP/1.1 that asks the kernel who connected before it reads a byte, and waits for nobody's head for ever."""
+
+    _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
         sock = transport.get_extra_info("socket")
         try:
             if sock.family == socket.AF_UNIX:
                 unix.check_peer(sock)
+            elif not isinstance(self.config.app, RequireToken):
+                raise LinkRefused("this control endpoint is for the engine's unix socket only")
         except LinkRefused as error:
             log.warning("control endpoint: %s", error)
-            super().connection_made(transport)  # type: ignore[arg-type]
-            transport.abort()  # type: ignore[attr-defined]
+            self.transport.abort()
             return
-        super().connection_made(transport)  # type: ignore[arg-type]
+        self._expect_head()
+
+    def _expect_head(self) -> None:
+        self._stop_timer()
+        self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()  # a request is being served
+
+    def on_response_complete(self) -> None:
+        self._expect_head()  # before what may have been sent already is looked at
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
 
 
 class ControlServer(uvicorn.Server):
-    """uvicorn inside a program that owns its signals and its event loop."""
+    """uvicorn inside a program that owns its signals and its event loop. Without a token: for unix sockets only."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, token: Token | None = None) -> None:
+        app = build_app(control)
         super().__init__(
             uvicorn.Config(
-                build_app(control),
-                http=_PeerCheckedProtocol,
+                app if token is None else RequireToken(app, token),
+                http=_Protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

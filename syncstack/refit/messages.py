@@ -20,10 +20,15 @@ Session = Annotated[str, Meta(min_length=8, max_length=64)]
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker (TP rank) of an engine. ``socket`` is the file name of its data socket beside the control socket."""
+    """One worker (TP rank) of an engine.
+
+    ``socket`` is the file name of its data socket beside the control socket, "" where there is none; ``port`` the TCP
+    port of its data link at the host of the control endpoint, 0 where there is none.
+    """
 
     rank: int
-    socket: str
+    socket: str = ""
+    port: int = 0
     nonce: str
     facts: Facts
 

@@ -1,7 +1,8 @@
-"""An engine worker's data socket: accepts trainer ranks, keeps the versions that are being staged.
+"""An engine worker's data sockets: accept trainer ranks, keep the versions that are being staged.
 
-One daemon thread accepts and one serves each link, so that bytes are verified while the engine still generates; the
-engine's own thread only takes finished versions out, in ``take``. A bad link is closed and never harms another.
+One daemon thread accepts on each socket and one serves each link, so that bytes are verified while the engine still
+generates; the engine's own thread only takes finished versions out, in ``take``. A bad link is closed and never harms
+another.
 """
 
 from __future__ import annotations
@@ -13,34 +14,53 @@ import threading
 import time
 from pathlib import Path
 
-from syncstack.errors import DeadlineExceeded, LinkLost, ProtocolError, SyncstackError
-from syncstack.transports.host_fd.receiver import HostFdReceiver, StagedVersion
+from syncstack.errors import LinkLost, ProtocolError, SyncstackError
+from syncstack.transports.host_fd.receiver import StagedVersion
+from syncstack.transports.session import LinkServer, send_fault
 from syncstack.wire import unix
-from syncstack.wire.link import Link, close_fds, greet
-from syncstack.wire.messages import BucketReady, Fault, Offer, StageEnd
+from syncstack.wire.auth import AUTH_S, Token, prove_as_worker
+from syncstack.wire.link import Link, greet
 
 log = logging.getLogger(__name__)
 
 MAX_LINKS = 64
 """Trainer ranks that may be connected to one worker at once."""
 
-IDLE_S = 3600.0
-"""How long a link's thread waits for the next refit at a time; it then waits again."""
+MAX_STRANGERS = 32
+"""TCP connections that may be proving who they are at once. They take no place from those who have."""
 
 
 class WorkerEndpoint:
-    """Listens on ``path`` from construction until ``close``."""
+    """Listens from construction until ``close``: on a unix socket at ``path``, on ``tcp``, or on both.
 
-    def __init__(self, path: Path, *, rank: int, link_s: float) -> None:
+    ``tcp`` is a listening socket; it is the endpoint's from here on, and needs ``token``.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        rank: int,
+        link_s: float,
+        tcp: socket.socket | None = None,
+        token: Token | None = None,
+    ) -> None:
+        assert tcp is None or token is not None
         self.path = path
+        self.port: int = 0 if tcp is None else tcp.getsockname()[1]
         self.rank = rank
         self._link_s = link_s
+        self._token = token
         self._versions: dict[str, StagedVersion] = {}
+        self._strangers: set[Link] = set()
         self._links: set[Link] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._listener = unix.listen(path)
-        threading.Thread(target=self._accept, name="syncstack-accept", daemon=True).start()
+        self._listeners = [] if tcp is None else [tcp]
+        if path is not None:
+            self._listeners.append(unix.listen(path))
+        for listener in self._listeners:
+            threading.Thread(target=self._accept, args=(listener,), name="syncstack-accept", daemon=True).start()
 
     def take(self, session: str) -> StagedVersion:
         """The version that was staged under ``session``. Raises ProtocolError; does not block."""
@@ -53,6 +73,13 @@ class WorkerEndpoint:
             )
         return version
 
+    def register(self, version: StagedVersion) -> None:
+        """Let ``take`` find a version that is being staged. Raises ProtocolError when its session has one already."""
+        with self._lock:
+            if version.offer.session in self._versions:
+                raise ProtocolError("this session was offered weights already")
+            self._versions[version.offer.session] = version
+
     def drop(self, session: str) -> None:
         """Forget a session, whatever became of it. Views that a loader still holds stay readable."""
         with self._lock:
@@ -63,17 +90,20 @@ class WorkerEndpoint:
     def close(self) -> None:
         """Stop listening and end every link."""
         self._closed = True
-        self._listener.close()
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            listener.close()
         with self._lock:
-            links = list(self._links)
+            links = [*self._links, *self._strangers]
         for link in links:
             link.close()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while not self._closed:
             sock: socket.socket | None = None
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
                 threading.Thread(target=self._serve, args=(sock,), name="syncstack-link", daemon=True).start()
             except (OSError, RuntimeError) as error:
                 # Out of descriptors or threads: it may pass, and a worker that cannot be reached is of no use.
@@ -85,92 +115,37 @@ class WorkerEndpoint:
 
     def _serve(self, sock: socket.socket) -> None:
         link = Link(sock)
-        receiver = HostFdReceiver()
-        mine: list[StagedVersion] = []
+        server = LinkServer(link, self, link_s=self._link_s)
         try:
-            unix.check_peer(sock)
-            self._admit(link)
+            self._identify(link, sock)
+            self._admit(self._links, link, MAX_LINKS)
             greet(link, role="worker", rank=self.rank, deadline=time.monotonic() + self._link_s)
-            while True:
-                self._serve_one(link, receiver, mine)
+            server.run()
         except LinkLost:
             log.info("a trainer's link to worker %d ended", self.rank)
         except Exception as error:
             known = error if isinstance(error, SyncstackError) else ProtocolError(f"{type(error).__name__}: {error}")
             log.warning("a link to worker %d was closed: %s", self.rank, known, exc_info=known is not error)
-            self._fault(link, "", type(known).__name__, str(known))
+            send_fault(link, "", known)
         finally:
-            for version in mine:
-                version.lost = True
-                self.drop(version.offer.session)
+            server.close()
             with self._lock:
                 self._links.discard(link)
+                self._strangers.discard(link)
             link.close()
-            receiver.close()
 
-    def _admit(self, link: Link) -> None:
+    def _identify(self, link: Link, sock: socket.socket) -> None:
+        """Raise unless the peer is one of ours: the kernel says so, or it proves the token."""
+        if link.passes_fds:
+            unix.check_peer(sock)
+        else:
+            assert self._token is not None
+            self._admit(self._strangers, link, MAX_STRANGERS)
+            prove_as_worker(link, self._token, rank=self.rank, deadline=time.monotonic() + AUTH_S)
+
+    def _admit(self, links: set[Link], link: Link, most: int) -> None:
         with self._lock:
-            if len(self._links) >= MAX_LINKS:
-                raise ProtocolError("too many data links", observed=str(len(self._links)), expected=f"< {MAX_LINKS}")
-            self._links.add(link)
-
-    def _serve_one(self, link: Link, receiver: HostFdReceiver, mine: list[StagedVersion]) -> None:
-        try:
-            message, fds = link.receive(deadline=time.monotonic() + IDLE_S)
-        except DeadlineExceeded:
-            return
-        try:
-            if not isinstance(message, Offer):
-                raise ProtocolError("unexpected message", observed=type(message).__name__, expected="Offer")
-            self._stage(link, receiver, message, fds, mine)
-        finally:
-            close_fds(fds)
-
-    def _stage(
-        self, link: Link, receiver: HostFdReceiver, offer: Offer, fds: list[int], mine: list[StagedVersion]
-    ) -> None:
-        """Serve one offer to its end. A fault of the bytes is told to the sender and ends the session, not the link."""
-        for old in mine:
-            self.drop(old.offer.session)
-        mine.clear()
-        # Kind and text, not the exception: its traceback would hold the mapping.
-        failure: tuple[str, str] | None = None
-        try:
-            mine.append(receiver.open(offer, fds))
-            self._register(mine[0])
-        except SyncstackError as error:
-            failure = type(error).__name__, str(error)
-        while True:
-            message, extra = link.receive(deadline=time.monotonic() + self._link_s)
-            close_fds(extra)
-            if not isinstance(message, BucketReady | StageEnd) or message.session != offer.session:
-                raise ProtocolError("unexpected message inside a stage", observed=type(message).__name__)
-            if failure is not None and isinstance(message, BucketReady):
-                continue
-            try:
-                if failure is None and isinstance(message, BucketReady):
-                    mine[0].read_bucket(message)
-                    continue
-                answer = mine[0].finish_staging() if failure is None else None
-            except SyncstackError as error:
-                failure = type(error).__name__, str(error)
-                answer = None
-            if isinstance(message, StageEnd):
-                break
-        if answer is not None:
-            link.send(answer, deadline=time.monotonic() + self._link_s)
-            return
-        assert failure is not None
-        self.drop(offer.session)
-        self._fault(link, offer.session, *failure)
-
-    def _register(self, version: StagedVersion) -> None:
-        with self._lock:
-            if version.offer.session in self._versions:
-                raise ProtocolError("this session was offered weights already")
-            self._versions[version.offer.session] = version
-
-    def _fault(self, link: Link, session: str, kind: str, text: str) -> None:
-        # The peer may be gone, or not read: then there is nobody left to tell.
-        with contextlib.suppress(SyncstackError):
-            link.send(Fault(session=session, kind=kind, text=text[:8000]), deadline=time.monotonic() + 1.0)
+            if len(links) >= most:
+                raise ProtocolError("too many data links", observed=str(len(links)), expected=f"< {most}")
+            self._strangers.discard(link)
+            links.add(link)

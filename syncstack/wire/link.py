@@ -1,4 +1,4 @@
-"""A data link: framed, typed messages and file descriptors over one connected unix socket.
+"""A data link: framed, typed messages over one connected socket, and file descriptors where it is a unix socket.
 
 A frame is an 8-byte header (magic, protocol version, length of the body) and a msgpack body. Descriptors travel by
 SCM_RIGHTS with the header, so that a frame and its descriptors cannot be taken apart. Bytes that do not follow this
@@ -44,6 +44,10 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
+        self.passes_fds = sock.family == socket.AF_UNIX
+        """Whether descriptors can travel with a frame."""
+        self.proven: tuple[str, int] | None = None
+        """Role and rank that the peer has proven to hold the token for; None where the kernel vouches for the peer."""
         self.peer: LinkHello | None = None
 
     def fileno(self) -> int:
@@ -67,10 +71,11 @@ class Link:
                 raise LinkLost("the peer closed the link while it was written to", observed=str(error)) from None
             view, rights = view[sent:], []
 
-    def receive(self, *, deadline: float) -> tuple[Message, list[int]]:
+    def receive(self, *, deadline: float, max_bytes: int = MAX_FRAME_BYTES) -> tuple[Message, list[int]]:
         """Receive one frame and its descriptors (close-on-exec; the caller owns them).
 
-        Raises LinkLost at the end of the stream, ProtocolError for foreign bytes, DeadlineExceeded.
+        ``max_bytes`` bounds the body, for a peer that has proven nothing yet. Raises LinkLost at the end of the stream,
+        ProtocolError for foreign bytes, DeadlineExceeded.
         """
         header, fds = self._read_header(deadline)
         try:
@@ -84,8 +89,8 @@ class Link:
                     expected=str(PROTOCOL_VERSION),
                     next_step="run the same syncstack release on both sides",
                 )
-            if length > MAX_FRAME_BYTES:
-                raise ProtocolError("frame too large", observed=f"{length} bytes", expected=f"<= {MAX_FRAME_BYTES}")
+            if length > max_bytes:
+                raise ProtocolError("frame too large", observed=f"{length} bytes", expected=f"<= {max_bytes}")
             body = self._read_body(length, deadline)
             try:
                 return _DECODER.decode(body), fds
@@ -195,5 +200,11 @@ def greet(link: Link, *, role: str, rank: int, deadline: float) -> LinkHello:
     if not isinstance(message, LinkHello) or message.role != expected:
         found: Any = message.role if isinstance(message, LinkHello) else type(message).__name__
         raise LinkRefused("the peer did not introduce itself", observed=str(found), expected=f"a {expected}'s hello")
+    if link.proven not in (None, (message.role, message.rank)):
+        raise LinkRefused(
+            "the peer introduces itself as another than it proved to be",
+            observed=f"{message.role} {message.rank}",
+            expected="{} {}".format(*link.proven),
+        )
     link.peer = message
     return message

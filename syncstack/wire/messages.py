@@ -2,12 +2,18 @@
 
 The order is fixed::
 
+    over TCP, before all else (see ``wire/auth.py``):
+                                             worker -> trainer   Challenge
+    trainer -> worker   Answer               worker -> trainer   Welcome
     trainer -> worker   LinkHello            worker -> trainer   LinkHello
     per refit:
-    trainer -> worker   Offer (+ the segment's fd, once per segment)
+    trainer -> worker   Offer (+ the segment's fd over a unix socket, once per segment)
     trainer -> worker   BucketReady ...      as the bytes become readable
     trainer -> worker   StageEnd
-                                             worker -> trainer   Staged, or Fault at any time
+                                             worker -> trainer   Staged
+
+Fault may come instead of any message. One that names a session ends that session, at once and not at its StageEnd; what
+the sender still says about it is skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from msgspec import Meta
 
 from syncstack.weights.manifest import TensorSlot
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Name = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=8192)]
@@ -28,24 +34,63 @@ Nonce = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 U64 = Annotated[str, Meta(min_length=16, max_length=16)]
 """A 64-bit digest as 16 hex digits: msgpack integers of other languages are signed too often."""
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
+Rank = Annotated[int, Meta(ge=0, le=1 << 20)]
+Bytes32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages: immutable, tagged with the class's name, strict about fields."""
 
 
+class Challenge(_Message, frozen=True, kw_only=True):
+    """A worker's first frame over TCP: which worker it is, and what the trainer must prove its token over."""
+
+    rank: Rank
+    nonce: Bytes32
+
+
+class Answer(_Message, frozen=True, kw_only=True):
+    """The trainer's proof, and what the worker must prove its token over in its turn."""
+
+    rank: Rank
+    nonce: Bytes32
+    proof: Bytes32
+
+
+class Welcome(_Message, frozen=True, kw_only=True):
+    """The worker's proof. From here on the link speaks as a unix socket does."""
+
+    proof: Bytes32
+
+
 class LinkHello(_Message, frozen=True, kw_only=True):
     """Who is speaking. ``nonce`` names the process for its life; pids mean nothing across namespaces."""
 
     role: Annotated[str, Meta(pattern="^(trainer|worker)$")]
-    rank: Annotated[int, Meta(ge=0, le=1 << 20)]
+    rank: Rank
     nonce: Token
+
+
+class Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the receiver comes by a segment's descriptor. A kind that it does not know is refused by its name.
+
+    ``memfd-scm``: the descriptor travels with the frame. ``memfd-pidfd``: the receiver takes descriptor ``fd`` of
+    process ``pid``, which is meant as the PID namespace with inode ``pid_ns`` numbers it, and which started at
+    ``start_ticks`` (field 22 of /proc/PID/stat): a number alone may be a stranger's.
+    """
+
+    kind: Name = "memfd-scm"
+    pid: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
+    pid_ns: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    start_ticks: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    fd: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
 
 
 class Offer(_Message, frozen=True, kw_only=True):
     """The tensors of one version and where they lie in the sender's segment.
 
-    The fd of the segment travels with the first offer that names it; later offers name it by ``segment`` alone.
+    The segment is handed over with the first offer that names it, as ``handle`` says; later offers name it by
+    ``segment`` alone, whatever their handle says. ``segment`` is also the nonce in the segment's first page.
     """
 
     session: Token
@@ -53,6 +98,7 @@ class Offer(_Message, frozen=True, kw_only=True):
     segment: Nonce
     segment_bytes: Count
     generation: Count
+    handle: Handle = Handle()
     tensors: Annotated[tuple[TensorSlot, ...], Meta(max_length=1 << 20)]
 
 
@@ -80,11 +126,11 @@ class Staged(_Message, frozen=True, kw_only=True):
 
 
 class Fault(_Message, frozen=True, kw_only=True):
-    """The worker gave up this session; the link stays open unless the text says otherwise."""
+    """The worker gave up a session, and the link stays open; without a session: it is about to close the link."""
 
     session: Annotated[str, Meta(max_length=64)]
     kind: Name
     text: Text
 
 
-Message = LinkHello | Offer | BucketReady | StageEnd | Staged | Fault
+Message = Challenge | Answer | Welcome | LinkHello | Offer | BucketReady | StageEnd | Staged | Fault

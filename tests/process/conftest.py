@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -69,9 +70,18 @@ def environment(socket_dir: Path) -> dict[str, str]:
 
 
 class Engine:
-    """A reference engine in its own process (and process group)."""
+    """A reference engine in its own process (and process group). ``wrap`` goes before its command line."""
 
-    def __init__(self, socket_dir: Path, model: Path, port: int, profile: str | None, slow_s: float) -> None:
+    def __init__(
+        self,
+        socket_dir: Path,
+        model: Path,
+        port: int,
+        profile: str | None,
+        slow_s: float,
+        env: Mapping[str, str] | None = None,
+        wrap: Sequence[str] = (),
+    ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.address = f"unix:{socket_dir}/engine-0"
         self.log_path = socket_dir / "engine.log"
@@ -79,8 +89,8 @@ class Engine:
         argv += ["--model", str(model), "--port", str(port)]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                under(profile, argv),
-                env=environment(socket_dir),
+                [*wrap, *under(profile, argv)],
+                env={**environment(socket_dir), **(env or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -147,8 +157,8 @@ def free_port() -> int:
 def start_engine(socket_dir: Path, model: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
-    def start(*, profile: str | None = None, slow_s: float = 0.0) -> Engine:
-        engines.append(Engine(socket_dir, model, free_port(), profile, slow_s))
+    def start(*, model: Path = model, profile: str | None = None, slow_s: float = 0.0, **where: Any) -> Engine:
+        engines.append(Engine(socket_dir, model, free_port(), profile, slow_s, **where))
         return engines[-1]
 
     yield start
@@ -160,18 +170,19 @@ def start_engine(socket_dir: Path, model: Path) -> Iterator[Callable[..., Engine
 def start_trainer(socket_dir: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     trainers: list[subprocess.Popen[str]] = []
 
-    def start(model: Path, *args: str, profile: str | None = None) -> subprocess.Popen[str]:
-        argv = [
-            sys.executable,
-            str(REPO / "tests/process/trainer.py"),
-            f"unix:{socket_dir}/engine-0",
-            str(model),
-            *args,
-        ]
+    def start(
+        model: Path,
+        *args: str,
+        profile: str | None = None,
+        address: str = f"unix:{socket_dir}/engine-0",
+        env: Mapping[str, str] | None = None,
+        wrap: Sequence[str] = (),
+    ) -> subprocess.Popen[str]:
+        argv = [sys.executable, str(REPO / "tests/process/trainer.py"), address, str(model), *args]
         trainers.append(
             subprocess.Popen(
-                under(profile, argv),
-                env=environment(socket_dir),
+                [*wrap, *under(profile, argv)],
+                env={**environment(socket_dir), **(env or {})},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -71,7 +71,7 @@ def test_a_folder_that_is_not_shared_is_said_at_once(tmp_path: Path) -> None:
 
 def test_an_address_of_another_form_is_refused() -> None:
     with pytest.raises(UsageError, match="expected: unix:"):
-        EngineClient.connect("tcp://x:1", settings=Settings.load())
+        EngineClient.connect("http://x:1", settings=Settings.load())
 
 
 def test_a_bad_setting_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

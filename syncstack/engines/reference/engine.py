@@ -65,12 +65,7 @@ class ReferenceHost:
         self.dtype = dtype
         self.tensors = read_metas(folder, dtype=dtype if settings.wire_dtype == "engine" else None)
         self._module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-        self._worker = EngineWorker(
-            ReferenceLoader(self._module),
-            folder=settings.socket_dir / settings.engine_name,
-            rank=0,
-            link_s=settings.link_s,
-        )
+        self._worker = EngineWorker(ReferenceLoader(self._module), settings=settings, rank=0)
         self._busy = asyncio.Lock()
         self._paused = False
 
@@ -153,9 +148,9 @@ def serve(*, model: Path, host: str, port: int, dtype: str, settings: Settings) 
     import uvicorn
 
     from syncstack.engines.host import check_port
-    from syncstack.wire import unix
+    from syncstack.engines.listen import claim
 
     read_metas(model)
-    unix.prepare_folder(settings.socket_dir / settings.engine_name)
+    settings = claim(settings)
     check_port(host, port)
     uvicorn.run(build_app(model, dtype, settings), host=host, port=port, access_log=False, log_config=None)

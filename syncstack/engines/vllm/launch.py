@@ -9,9 +9,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from syncstack.engines.host import check_port
+from syncstack.engines.listen import claim
 from syncstack.errors import UsageError
+from syncstack.settings import Settings
 from syncstack.weights.checkpoint import read_metas
-from syncstack.wire import unix
 
 UNSAFE = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION")
 """Unauthenticated weight writes, and pickles from the network. Neither is needed."""
@@ -63,11 +64,15 @@ def command(*, model: Path, host: str, port: int, dtype: str, extra: Sequence[st
     ]
 
 
-def launch(*, model: Path, name: str, socket_dir: Path, host: str, port: int, dtype: str, extra: Sequence[str]) -> None:
+def launch(*, model: Path, host: str, port: int, dtype: str, extra: Sequence[str], settings: Settings) -> None:
     """Check everything that can be checked, then become vLLM's server: one process less, and signals reach it."""
     read_metas(model)
-    env = environment(os.environ, name=name, socket_dir=socket_dir)
-    unix.prepare_folder(socket_dir / name)
+    env = environment(os.environ, name=settings.engine_name, socket_dir=settings.socket_dir)
+    env["SYNCSTACK_LISTEN"] = settings.listen
+    listen_fd = claim(settings).listen_fd
     check_port(host, port)
+    if listen_fd is not None:
+        os.set_inheritable(listen_fd, True)
+        env["SYNCSTACK_LISTEN_FD"] = str(listen_fd)
     argv = command(model=model, host=host, port=port, dtype=dtype, extra=extra)
     os.execve(argv[0], argv, env)  # noqa: S606 - argv is ours, and there is no shell

@@ -101,11 +101,7 @@ class SyncstackWorker:
         worker: EngineWorker | None = self.__dict__.get("_syncstack")
         if worker is None:
             settings = Settings.load()
-            worker = EngineWorker(
-                VllmLoader(self),
-                folder=settings.socket_dir / settings.engine_name,
-                rank=self.rank,  # type: ignore[attr-defined]
-                link_s=settings.link_s,
-            )
+            rank: int = self.rank  # type: ignore[attr-defined]
+            worker = EngineWorker(VllmLoader(self), settings=settings, rank=rank)
             self.__dict__["_syncstack"] = worker
         return worker.call(op, session, expect)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from syncstack.errors import DigestMismatch, LinkLost, ProtocolError, TransportError
+from syncstack.transports.host_fd.handover import taken
 from syncstack.transports.host_fd.segment import ReceiverSegment
 from syncstack.weights.digest import digest
 from syncstack.weights.manifest import TensorSlot, check_slots
@@ -126,16 +127,19 @@ class HostFdReceiver:
         self._segment: ReceiverSegment | None = None
 
     def open(self, offer: Offer, fds: list[int]) -> StagedVersion:
-        """Accept an offer. The caller closes ``fds``. Raises TransportError or ProtocolError; maps nothing then."""
+        """Accept an offer. The caller closes ``fds``. Raises TransportError or ProtocolError; maps nothing then.
+
+        A segment is known by its nonce alone: not by a process number, which two containers may share, nor by a handle,
+        which may differ each time it is made.
+        """
         try:
             check_slots(offer.tensors, offer.segment_bytes)
         except ValueError as error:
             raise ProtocolError("an offer describes tensors that do not fit its segment", observed=str(error)) from None
         begin = time.perf_counter()
         if self._segment is None or self._segment.nonce != offer.segment:
-            if len(fds) != 1:
-                raise ProtocolError("a new segment without its descriptor", observed=f"{len(fds)} fds", expected="1")
-            fresh = ReceiverSegment(fds[0], nonce=offer.segment, data_bytes=offer.segment_bytes)
+            with taken(offer.handle, fds) as fd:
+                fresh = ReceiverSegment(fd, nonce=offer.segment, data_bytes=offer.segment_bytes)
             self.close()
             self._segment = fresh
         elif self._segment.data_bytes != offer.segment_bytes:

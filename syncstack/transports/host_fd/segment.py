@@ -12,6 +12,8 @@ A memfd is not a file in /dev/shm: its size is bounded by the memory limit of th
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -61,6 +63,8 @@ class SenderSegment:
                 consequence="Nothing was sent",
                 next_step="raise the memory limit of the trainer's container",
             ) from None
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + HEADER_BYTES
+        """Where the data area lies in this process, for as long as a view of ``data`` is held."""
         _HEAD.pack_into(self._map, 0, _MAGIC, bytes.fromhex(self.nonce), data_bytes)
 
     def begin_write(self) -> int:
@@ -116,7 +120,7 @@ class ReceiverSegment:
         self.data_bytes = data_bytes
         size = HEADER_BYTES + data_bytes
         try:
-            seals = fcntl.fcntl(fd, F_GET_SEALS)
+            seals = _seals(fd)
             found = os.fstat(fd).st_size
             if seals & SEALS != SEALS or found != size:
                 raise _foreign(f"seals {seals:#x}, {found} bytes", f"seals {SEALS:#x}, {size} bytes")
@@ -146,9 +150,19 @@ class ReceiverSegment:
             self._map.close()
 
 
+def _seals(fd: int) -> int:
+    """A descriptor's seals; none where it is nothing that can be sealed."""
+    try:
+        return fcntl.fcntl(fd, F_GET_SEALS)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return 0
+        raise
+
+
 def _foreign(observed: str, expected: str) -> TransportError:
     return TransportError(
-        "the descriptor that came over the link is not the sender's segment",
+        "the descriptor is not the sender's segment",
         observed=observed,
         expected=expected,
         consequence="Nothing was mapped",

@@ -1,0 +1,119 @@
+"""The worker's side of one data link: offers and buckets as they come, from greeting to end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Protocol
+
+from syncstack.errors import DeadlineExceeded, ProtocolError, SyncstackError
+from syncstack.transports.host_fd.receiver import HostFdReceiver, StagedVersion
+from syncstack.wire.link import Link, close_fds
+from syncstack.wire.messages import BucketReady, Fault, Offer, Staged, StageEnd
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 3600.0
+"""How long a link's thread waits for the next refit at a time; it then waits again."""
+
+FAULT_S = 1.0
+"""How long a Fault may take to be sent. The peer may be gone, or not read."""
+
+
+class Registry(Protocol):
+    """Where staged versions are kept for the engine's thread."""
+
+    def register(self, version: StagedVersion) -> None:
+        """Keep a version; raises ProtocolError when its session has one already."""
+        ...
+
+    def drop(self, session: str) -> None:
+        """Forget a session's version, if it has one."""
+        ...
+
+
+class LinkServer:
+    """One link's conversation. Used from that link's thread only."""
+
+    def __init__(self, link: Link, registry: Registry, *, link_s: float) -> None:
+        self._link = link
+        self._registry = registry
+        self._link_s = link_s
+        self._receiver = HostFdReceiver()
+        self._version: StagedVersion | None = None
+        self._refused = ""
+        """The session that this side gave up; its sender may have sent more of it before it heard so."""
+
+    def run(self) -> None:
+        """Serve offers until the link ends: raises LinkLost then, ProtocolError for what does not belong here."""
+        while True:
+            try:
+                message, fds = self._link.receive(deadline=time.monotonic() + IDLE_S)
+            except DeadlineExceeded:
+                continue
+            try:
+                if isinstance(message, Offer):
+                    self._stage(message, fds)
+                elif not (isinstance(message, BucketReady | StageEnd) and message.session == self._refused):
+                    raise ProtocolError("unexpected message", observed=type(message).__name__, expected="Offer")
+            finally:
+                close_fds(fds)
+
+    def _stage(self, offer: Offer, fds: list[int]) -> None:
+        """Serve one offer to its end. What goes wrong with its bytes is told to the sender at once, while it may still
+        be writing the rest, and ends the session but not the link."""
+        self._forget()
+        try:
+            version = self._receiver.open(offer, fds)
+            self._registry.register(version)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the sender waits to hear it
+            self._refuse(offer.session, error)
+            return
+        self._version = version
+        staged: Staged | None = None
+        while staged is None:
+            message = self._next(offer.session)
+            try:
+                if isinstance(message, StageEnd):
+                    staged = version.finish_staging()
+                else:
+                    version.read_bucket(message)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._refuse(offer.session, error)
+                return
+        self._link.send(staged, deadline=time.monotonic() + self._link_s)
+
+    def _next(self, session: str) -> BucketReady | StageEnd:
+        message, fds = self._link.receive(deadline=time.monotonic() + self._link_s)
+        close_fds(fds)
+        if not isinstance(message, BucketReady | StageEnd) or message.session != session:
+            raise ProtocolError("unexpected message inside a stage", observed=type(message).__name__)
+        return message
+
+    def _refuse(self, session: str, error: Exception) -> None:
+        self._forget()
+        self._refused = session
+        log.warning("session %s was refused: %s", session, error)
+        send_fault(self._link, session, error)
+
+    def _forget(self) -> None:
+        if self._version is not None:
+            self._registry.drop(self._version.offer.session)
+            self._version = None
+
+    def close(self) -> None:
+        """The link has ended: nobody vouches any more for what came over it."""
+        if self._version is not None:
+            self._version.lost = True
+            self._forget()
+        self._receiver.close()
+
+
+def send_fault(link: Link, session: str, error: Exception) -> None:
+    """Tell the peer what went wrong, if it is still there to be told."""
+    kind = type(error).__name__ if isinstance(error, SyncstackError) else "TransportError"
+    text = str(error) if isinstance(error, SyncstackError) else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(SyncstackError):
+        fault = Fault(session=session, kind=kind, text=text[:8000])
+        link.send(fault, deadline=time.monotonic() + FAULT_S)

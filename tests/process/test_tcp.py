@@ -1,0 +1,313 @@
+"""Trainer and engine that share no folder: whole refits over TCP, with descriptors by pidfd, and what must not work."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from syncstack import EngineClient, Settings
+from syncstack.engines.vllm.launch import launch
+from syncstack.errors import EngineUnreachable, LinkRefused, SettingsError
+from syncstack.refit.state import Step
+from syncstack.wire import tcp, unix
+from syncstack.wire.tcp import Address
+from tests.process.conftest import Engine, free_port
+from tests.process.test_bad_input import assert_refused, cli
+from tests.process.test_pidfd import NOBODY, filter_file, needs
+from tests.process.test_refit import SLOW_S, StartEngine, StartTrainer, close_to, read_line
+
+TOKEN = "a token of at least sixteen bytes"
+LOOPBACKS = ("127.0.0.1", "[::1]")
+
+
+class Pod:
+    """Two containers as far as the kernel cares: mount namespaces of their own, a private tmpfs each where the socket
+    folder is, one PID namespace. Nothing in ``folder`` is hidden from any user."""
+
+    def __init__(self, folder: Path, socket_dir: Path, owner: int) -> None:
+        self.folder = folder
+        self.token_file = folder / "token"
+        self.token_file.write_text(TOKEN + "\n")
+        self.token_file.chmod(0o600)
+        os.chown(self.token_file, owner, owner)
+        mount = f'mount -t tmpfs -o mode=0700,uid={owner},gid={owner} tmpfs "$0" && exec "$@"'
+        self.wrap = ["unshare", "--mount", "--propagation=private", "sh", "-c", mount, str(socket_dir)]
+
+    def env(self, **more: str) -> dict[str, str]:
+        """What both sides are started with."""
+        return {"SYNCSTACK_TOKEN_FILE": str(self.token_file), "HOME": str(self.folder), **more}
+
+    def listening(self, host: str = "127.0.0.1", also: str = "") -> dict[str, str]:
+        """What the engine is started with besides."""
+        return self.env(SYNCSTACK_LISTEN=f"{also}tcp://{host}:0")
+
+
+@pytest.fixture
+def make_pod(socket_dir: Path) -> Iterator[Callable[..., Pod]]:
+    folder = Path(tempfile.mkdtemp(prefix="pod-", dir="/tmp"))
+    folder.chmod(0o755)
+
+    def make(owner: int = 0) -> Pod:
+        pod = Pod(folder, socket_dir, owner)
+        needs([*pod.wrap])
+        return pod
+
+    yield make
+    shutil.rmtree(folder)
+
+
+def address_of(engine: Engine) -> str:
+    (address,) = re.findall(r"control endpoint at (tcp://\S+)", engine.log())
+    return str(address)
+
+
+def client_settings(pod: Pod, **changes: object) -> Settings:
+    return Settings.load(**{"token_file": pod.token_file, "engine_ready_s": 20, **changes})
+
+
+def assert_refits(trainer: subprocess.Popen[str], engine: Engine, versions: tuple[int, ...]) -> None:
+    for version in versions:
+        report = read_line(trainer)
+        assert (report["version"], report["transport"]) == (version, "host_fd")
+        assert report["digests_equal"] == report["tensors"] == 20
+    assert trainer.wait(timeout=30) == 0
+    assert engine.complete().headers["x-syncstack-version"] == str(versions[-1])
+    assert close_to(engine.logprobs(), report["logprobs"])
+
+
+def namespace(pid: int, kind: str) -> str:
+    return os.readlink(f"/proc/{pid}/ns/{kind}")
+
+
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_refits_without_a_common_folder(
+    start_engine: StartEngine, start_trainer: StartTrainer, make_pod: Callable[..., Pod], model: Path, host: str
+) -> None:
+    pod = make_pod()
+    engine = start_engine(env=pod.listening(host, also="unix,"), wrap=pod.wrap)
+    address = address_of(engine)
+    assert f"://{host}:" in address
+    trainer = start_trainer(model, "3", address=address, env=pod.env(), wrap=pod.wrap)
+    read_line(trainer)
+    pids = (engine.process.pid, trainer.pid, os.getpid())
+    assert (len({namespace(pid, "pid") for pid in pids}), len({namespace(pid, "mnt") for pid in pids})) == (1, 3)
+    assert_refits(trainer, engine, (1, 2, 3))
+    with pytest.raises(EngineUnreachable):  # the engine listens there too, for others than us
+        unix.connect(Path(engine.address.removeprefix("unix:")) / "control.sock", deadline=time.monotonic())
+    assert TOKEN not in engine.log()
+
+
+def test_it_works_under_permissive_as_nobody_without_a_capability(
+    start_engine: StartEngine, start_trainer: StartTrainer, make_pod: Callable[..., Pod], model: Path, socket_dir: Path
+) -> None:
+    """Each under its own filter, no capability in any set, no new privileges; nothing of the trainer's is writable."""
+    needs(NOBODY)
+    pod = make_pod(65534)
+    copy = shutil.copytree(model, pod.folder / "model")
+    for path in (copy, *copy.iterdir()):
+        path.chmod(0o755)
+    filtered = [sys.executable, "-m", "syncstack.cli", "seccomp", "run", "permissive", "--", *NOBODY]
+    engine = start_engine(model=copy, env=pod.listening(), wrap=[*pod.wrap, *filtered])
+    trainer = start_trainer(copy, "2", address=address_of(engine), env=pod.env(), wrap=[*pod.wrap, *filtered])
+    for pid in (engine.process.pid, trainer.pid):
+        status = await_status(pid, "Uid:\t65534")
+        assert re.findall(r"Cap(?:Inh|Prm|Eff|Bnd|Amb):\t(\w+)", status) == ["0" * 16] * 5
+        assert "NoNewPrivs:\t1" in status
+        assert "Seccomp:\t2" in status
+    read_line(trainer)
+    assert_refits(trainer, engine, (1, 2))
+
+
+def await_status(pid: int, line: str) -> str:
+    deadline = time.monotonic() + 20
+    while line not in (status := Path(f"/proc/{pid}/status").read_text()):
+        assert time.monotonic() < deadline, status
+        time.sleep(0.05)
+    return status
+
+
+@pytest.mark.parametrize("denied", ["restrictive", "pidfd_getfd"])
+def test_a_denied_call_is_named_and_costs_the_engine_nothing(
+    start_engine: StartEngine, start_trainer: StartTrainer, make_pod: Callable[..., Pod], model: Path, tmp_path: Path,
+    denied: str,
+) -> None:  # fmt: skip
+    pod = make_pod()
+    profile = denied if denied == "restrictive" else filter_file(tmp_path, 1, denied)
+    filtered = [sys.executable, "-m", "syncstack.cli", "seccomp", "run", profile, "--"]
+    engine = start_engine(env=pod.listening(), wrap=[*pod.wrap, *filtered])
+    before = engine.logprobs()
+    trainer = start_trainer(model, "1", address=address_of(engine), env=pod.env(), wrap=pod.wrap)
+    read_line(trainer)
+    failure = read_line(trainer)
+    assert (failure["error"], failure["phase"]) == ("RefitFailed", "stage")
+    call = "pidfd_open" if denied == "restrictive" else denied
+    assert f"a seccomp filter denies {call} (observed: {call}: EPERM)" in failure["text"]
+    assert "The engine is serving (version 0)" in failure["text"]
+    assert failure["seconds"] < 2.0
+    assert engine.logprobs() == before
+
+
+def test_a_trainer_in_another_pid_namespace_is_refused_by_its_cause(
+    start_engine: StartEngine, start_trainer: StartTrainer, make_pod: Callable[..., Pod], model: Path
+) -> None:
+    pod = make_pod()
+    engine = start_engine(env=pod.listening(), wrap=pod.wrap)
+    apart = [*pod.wrap, "unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "--"]
+    trainer = start_trainer(model, "1", address=address_of(engine), env=pod.env(), wrap=apart)
+    read_line(trainer)
+    failure = read_line(trainer)
+    assert failure["phase"] == "stage"
+    assert "trainer and engine are in different PID namespaces" in failure["text"]
+    assert "shareProcessNamespace" in failure["text"]
+
+
+@pytest.fixture
+def engine_and_pod(start_engine: StartEngine, make_pod: Callable[..., Pod]) -> tuple[Engine, Pod]:
+    pod = make_pod()
+    return start_engine(slow_s=SLOW_S, env=pod.listening(), wrap=pod.wrap), pod
+
+
+def test_the_wrong_token_no_token_and_a_strangers_bytes_get_nowhere(engine_and_pod: tuple[Engine, Pod]) -> None:
+    engine, pod = engine_and_pod
+    address = address_of(engine)
+    other = client_settings(pod, token_file=None, token="another token of the right length")
+    with pytest.raises(LinkRefused, match=r"not shown the token.*observed: another one"):
+        EngineClient.connect(address, settings=other)
+    with pytest.raises(SettingsError, match="needs a token"):
+        EngineClient.connect(address, settings=Settings.load())
+    with closing(EngineClient.connect(address, settings=client_settings(pod))) as client:
+        port = client.info.workers[0].port
+        assert client.info.workers[0].socket == ""  # without a folder, none
+        for at in (port, int(address.rpartition(":")[2])):
+            with tcp.connect(Address("127.0.0.1", at), deadline=time.monotonic() + 5) as sock:
+                sock.settimeout(15)
+                sock.sendall(os.urandom(4096) + b"\r\n\r\n")
+                with pytest.raises(ConnectionResetError):
+                    while sock.recv(4096):
+                        pass
+                    raise ConnectionResetError
+        assert client.state().step is Step.SERVING
+        (link,) = client.open_links(0)
+        assert link.proven == ("worker", 0)
+        link.close()
+
+
+@pytest.mark.parametrize("victim", ["trainer", "engine"])
+def test_a_death_in_the_middle_of_a_load_is_known_over_tcp_too(
+    engine_and_pod: tuple[Engine, Pod], start_trainer: StartTrainer, model: Path, victim: str
+) -> None:
+    engine, pod = engine_and_pod
+    trainer = start_trainer(model, "1", address=address_of(engine), env=pod.env(), wrap=pod.wrap)
+    read_line(trainer)
+    with closing(EngineClient.connect(address_of(engine), settings=client_settings(pod))) as client:
+        await_step(client, Step.LOADING)
+        if victim == "trainer":
+            os.killpg(trainer.pid, signal.SIGKILL)
+            await_step(client, Step.DIRTY)
+            assert "its trainer went away" in client.state().reason
+            return
+        begin = time.monotonic()
+        engine.kill()
+        failure = read_line(trainer)
+        assert time.monotonic() - begin < 5.0
+        assert (failure["error"], failure["phase"]) == ("RefitFailed", "load")
+
+
+def test_an_engine_that_is_told_to_end_closes_both_doors(
+    start_engine: StartEngine, make_pod: Callable[..., Pod]
+) -> None:
+    pod = make_pod()
+    engine = start_engine(env=pod.listening(also="unix,"))
+    folder = Path(engine.address.removeprefix("unix:"))
+    address = Address.parse(address_of(engine))
+    assert sorted(path.name for path in folder.iterdir()) == ["control.sock", "worker-0.sock"]
+    engine.kill(signal.SIGTERM)
+    engine.process.wait(timeout=10)
+    assert list(folder.iterdir()) == []
+    with tcp.listen(address):
+        pass
+
+
+def await_step(client: EngineClient, step: Step) -> None:
+    deadline = time.monotonic() + 15
+    while client.state().step is not step:
+        assert time.monotonic() < deadline, client.state()
+        time.sleep(0.05)
+
+
+# --- starting
+
+
+KINDS = pytest.mark.parametrize("kind", ["vllm", "reference"])
+
+
+@KINDS
+def test_without_a_token_an_engine_does_not_listen_on_tcp(socket_dir: Path, model: Path, kind: str) -> None:
+    result = cli(socket_dir, "engine", kind, "--model", str(model), "--listen", "tcp://127.0.0.1:0")
+    assert_refused(result, "listening on tcp://127.0.0.1:0 needs a token", "openssl rand -hex 32")
+
+
+@KINDS
+def test_a_place_that_cannot_be_listened_on_is_refused(socket_dir: Path, model: Path, kind: str) -> None:
+    result = cli(socket_dir, "engine", kind, "--model", str(model), "--listen", "tcp://fd00::1:7000")
+    assert_refused(result, "tcp://[2001:db8::7]:7000", "Next: ")
+
+
+@KINDS
+def test_a_taken_port_is_refused_before_the_model_is_loaded(
+    socket_dir: Path, model: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYNCSTACK_TOKEN", TOKEN)
+    with tcp.listen(Address("127.0.0.1", 0)) as listener:
+        address = str(tcp.address_of(listener))
+        result = cli(socket_dir, "engine", kind, "--model", str(model), "--listen", address)
+    assert_refused(result, f"{address} cannot be listened on (observed: Address already in use)", "--listen")
+
+
+def test_a_token_file_that_others_may_read_is_refused(
+    socket_dir: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o644)
+    monkeypatch.setenv("SYNCSTACK_TOKEN_FILE", str(tmp_path / "token"))
+    result = cli(socket_dir, "engine", "reference", "--model", str(model), "--listen", "tcp://127.0.0.1:0")
+    assert_refused(result, "mode 0644", "SYNCSTACK_TOKEN_FILE")
+    assert TOKEN not in result.stderr
+
+
+def test_a_workers_port_follows_that_of_the_control_endpoint(
+    start_engine: StartEngine, make_pod: Callable[..., Pod]
+) -> None:
+    pod = make_pod()
+    with tcp.listen(Address("127.0.0.1", 0)) as listener:
+        address = tcp.address_of(listener)
+    engine = start_engine(env=pod.env(SYNCSTACK_LISTEN=str(address)), wrap=pod.wrap)
+    with closing(EngineClient.connect(str(address), settings=client_settings(pod))) as client:
+        assert client.info.workers[0].port == address.port + 1
+    assert address_of(engine) == str(address)
+
+
+def test_vllms_server_inherits_the_socket_that_was_opened_for_it(
+    socket_dir: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, str] = {}
+    monkeypatch.setattr(os, "execve", lambda _path, _argv, env: started.update(env))
+    settings = Settings.load(listen="tcp://127.0.0.1:0", token=TOKEN, socket_dir=socket_dir)
+    launch(model=model, host="127.0.0.1", port=free_port(), dtype="float32", extra=[], settings=settings)
+    assert started["SYNCSTACK_LISTEN"] == "tcp://127.0.0.1:0"
+    fd = int(started["SYNCSTACK_LISTEN_FD"])
+    assert os.get_inheritable(fd)
+    with tcp.adopt(fd, Address("127.0.0.1", 0)) as listener:
+        assert not os.get_inheritable(fd)
+        tcp.connect(tcp.address_of(listener), deadline=time.monotonic() + 5).close()
