@@ -12,7 +12,9 @@ from rich.console import Console
 from syncstack.doctor import render
 from syncstack.doctor.examine import examine, exit_code, select, summary
 from syncstack.facts import collect
-from syncstack.settings import Settings
+
+# The default of Settings.socket_dir. The settings model itself costs more than all checks together.
+SOCKET_DIR = Path("/run/syncstack")
 
 
 class Output(Enum):
@@ -28,8 +30,8 @@ def doctor(
     only: Annotated[list[str] | None, typer.Option(help="Run this check only (repeatable).")] = None,
     list_checks: Annotated[bool, typer.Option("--list", help="List the checks and run none.")] = False,
     socket_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the sockets.  [env var: SYNCSTACK_SOCKET_DIR]", show_default=False)
-    ] = None,
+        Path, typer.Option(envvar="SYNCSTACK_SOCKET_DIR", help="Folder of the sockets.")
+    ] = SOCKET_DIR,
 ) -> None:
     """Check what this process can do. Exit 0: nothing failed; 1: a check failed; 2: wrong use."""
     checks = select(only or [])
@@ -37,7 +39,7 @@ def doctor(
     if list_checks:
         render.listing(console, checks)
         return
-    facts = collect(socket_dir=Settings.load(socket_dir=socket_dir).socket_dir)
+    facts = collect(socket_dir=socket_dir)
     outcomes = examine(facts, checks)
     line = summary(facts, outcomes)
     if output is Output.JSON:
