@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from syncstack.doctor import render
-from syncstack.doctor.examine import examine, exit_code, select, summary
+from syncstack.doctor.examine import diagnose, exit_code, select
 from syncstack.facts import collect
 
 # The default of Settings.socket_dir. The settings model itself costs more than all checks together.
@@ -22,11 +22,13 @@ class Output(Enum):
 
     TEXT = "text"
     JSON = "json"
+    MARKDOWN = "markdown"
 
 
 def doctor(
     output: Annotated[Output, typer.Option("--output", "-o", help="Form of the output.")] = Output.TEXT,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show also what passed or was skipped.")] = False,
+    pre: Annotated[bool, typer.Option("--pre", help="Before anything is started: print problems only.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Run this check only (repeatable).")] = None,
     list_checks: Annotated[bool, typer.Option("--list", help="List the checks and run none.")] = False,
     socket_dir: Annotated[
@@ -39,11 +41,11 @@ def doctor(
     if list_checks:
         render.listing(console, checks)
         return
-    facts = collect(socket_dir=socket_dir)
-    outcomes = examine(facts, checks)
-    line = summary(facts, outcomes)
+    report = diagnose(collect(socket_dir=socket_dir), checks)
     if output is Output.JSON:
-        typer.echo(render.json(outcomes, line, facts))
+        typer.echo(render.json(report))
+    elif output is Output.MARKDOWN:
+        typer.echo(render.markdown(report))
     else:
-        render.text(console, outcomes, line, verbose=verbose)
-    raise typer.Exit(exit_code(outcomes))
+        render.text(console, report, verbose=verbose, quiet=pre)
+    raise typer.Exit(exit_code(report.checks))
