@@ -1,4 +1,4 @@
-"""Gather all facts about this process. A few dozen system calls and small files; no torch, no GPU context."""
+"""Gather all facts about this process: system calls, small files, and a child of its own. No torch, no GPU context."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import platform
 from pathlib import Path
 
-from syncstack.facts import gpu, memory, process, syscalls
+from syncstack.facts import gpu, identity, memory, network, process, syscalls, target
 from syncstack.facts.folder import probe_folder
 from syncstack.facts.model import Facts
 
@@ -14,7 +14,8 @@ from syncstack.facts.model import Facts
 def collect(*, socket_dir: Path | None = None) -> Facts:
     """Return the facts of the calling process, within milliseconds; ``socket_dir`` adds that folder's facts.
 
-    Changes nothing, and leaves nothing behind. A profile that kills instead of refusing would end the process here.
+    Changes nothing, and leaves nothing behind: a child that it starts is gone when it returns. A profile that kills
+    instead of refusing would end the process here.
     """
     fields = process.status()
     mode = int(fields.get("Seccomp", "0"))
@@ -30,10 +31,13 @@ def collect(*, socket_dir: Path | None = None) -> Facts:
         no_new_privs=fields.get("NoNewPrivs") == "1",
         capabilities=process.capabilities(fields),
         namespaces=process.namespaces(),
-        boot_id=process.read_text(Path("/proc/sys/kernel/random/boot_id")),
+        boot_id=process.boot_id(),
         runtime=process.runtime(),
         memory=memory.memory(),
         gpu=gpu.gpus(),
         syscalls=dict(syscalls.probe_all(seccomp_mode=mode)),
         socket_dir=None if socket_dir is None else probe_folder(socket_dir),
+        identity=identity.identity(),
+        child=target.probe_child(),
+        network=network.network(),
     )

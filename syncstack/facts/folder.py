@@ -51,4 +51,12 @@ def probe_folder(path: Path, *, mountinfo: str | None = None) -> FolderFact:
     mode = path.stat()
     evidence = f"{path} lies on the mount {point} ({kind or 'unknown'}), mode {mode.st_mode & 0o7777:04o}, "
     evidence += f"owner {mode.st_uid}:{mode.st_gid}; bind of a unix socket: {refusal or 'ok'}"
-    return FolderFact(path=str(path), exists=True, writable=not refusal, mounted=point != "/", evidence=evidence)
+    return FolderFact(
+        path=str(path),
+        exists=True,
+        writable=not refusal,
+        mounted=point != "/",
+        evidence=evidence,
+        device=mode.st_dev,
+        inode=mode.st_ino,
+    )

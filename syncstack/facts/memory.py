@@ -1,17 +1,24 @@
-"""Limits on memory and descriptors."""
+"""Limits on memory and descriptors, and how memory is laid out here."""
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
+import re
 import resource
 from pathlib import Path
 from typing import Final
 
-from syncstack.facts.model import MemoryFacts
+from syncstack.facts import process
+from syncstack.facts.cgroup import cgroup
+from syncstack.facts.model import MemoryFacts, SyscallFact
 from syncstack.facts.process import read_text
+from syncstack.facts.syscalls import verdict_of
 
-# cgroup v1 writes "no limit" as the largest multiple of a page.
-_UNLIMITED_BYTES: Final = 1 << 60
+_RESERVE_BYTES: Final = 64 << 10
+_FALLOCATE: Final = {"x86_64": 285, "aarch64": 47}
+_THP: Final = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def _shm(path: Path) -> tuple[int | None, int | None, str]:
@@ -28,37 +35,63 @@ def _limit(which: int) -> tuple[int | None, int | None]:
     return (None if soft == resource.RLIM_INFINITY else soft, None if hard == resource.RLIM_INFINITY else hard)
 
 
-def _groups(cgroup: str) -> list[tuple[str, str, str]]:
-    """Return (folder, limit file, usage file) to try, below /sys/fs/cgroup, from the text of /proc/self/cgroup."""
-    tries = []
-    for line in cgroup.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            tries.append((f"memory{path}", "memory.limit_in_bytes", "memory.usage_in_bytes"))
-        if not controllers:
-            tries.append((path.lstrip("/"), "memory.max", "memory.current"))
-    # In a container the path is the host's, and the container's own group is mounted as the root.
-    tries += [("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"), ("", "memory.max", "memory.current")]
-    return tries
+def reserve() -> SyscallFact:
+    """Reserve a little memory in a memfd for real, and give it back: that is how the transports do it."""
+    shown = f"posix_fallocate(memfd, 0, {_RESERVE_BYTES})"
+    result, code = -1, 0
+    try:
+        descriptor = os.memfd_create("syncstack-probe", os.MFD_CLOEXEC)
+    except OSError as error:
+        shown, code = "memfd_create", error.errno or 0
+    else:
+        try:
+            os.posix_fallocate(descriptor, 0, _RESERVE_BYTES)
+            result = 0
+        except OSError as error:
+            code = error.errno or 0
+        finally:
+            os.close(descriptor)
+    verdict = verdict_of(result, code)
+    if verdict == "ok" and result == -1:  # the call was reached, but what counts is the memory
+        verdict = "denied"
+    evidence = f"{shown} = {errno.errorcode.get(code, 'error') if result == -1 else 'ok'}"
+    number = _FALLOCATE.get(platform.machine(), -1)
+    return SyscallFact(name="posix_fallocate", number=number, verdict=verdict, evidence=evidence)
 
 
-def cgroup_memory(root: Path = Path("/")) -> tuple[int | None, int | None, str]:
-    """Return (limit, headroom, evidence) in bytes; None without a limit."""
-    base = root / "sys/fs/cgroup"
-    for folder, limit_name, usage_name in _groups(read_text(root / "proc/self/cgroup")):
-        text, usage = read_text(base / folder / limit_name), read_text(base / folder / usage_name)
-        if text and usage.isdigit():
-            limit = int(text) if text.isdigit() and int(text) < _UNLIMITED_BYTES else None
-            headroom = None if limit is None else max(0, limit - int(usage))
-            return limit, headroom, f"{base / folder / limit_name}: {text}"
-    return None, None, "no cgroup memory limit to be read"
+def meminfo() -> dict[str, int]:
+    """Return /proc/meminfo: bytes where it has a unit, else counts."""
+    found = {}
+    for line in read_text(Path("/proc/meminfo")).splitlines():
+        key, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            found[key] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
+    return found
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a kernel list such as ``0-2,5``."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdigit():
+            found.extend(range(int(first), int(last or first) + 1))
+    return tuple(found)
+
+
+def chosen(text: str) -> str:
+    """Return the word in brackets, as in ``always [madvise] never``; "" where there is none."""
+    match = re.search(r"\[(\S+)\]", text)
+    return match[1] if match else ""
 
 
 def memory() -> MemoryFacts:
     """Return the limits of this process."""
     shm_bytes, shm_free, shm_evidence = _shm(Path("/dev/shm"))  # noqa: S108 - looked at, not written
     memlock, nofile = _limit(resource.RLIMIT_MEMLOCK), _limit(resource.RLIMIT_NOFILE)
-    limit, headroom, cgroup_evidence = cgroup_memory()
+    group, machine = cgroup(), meminfo()
+    available = machine.get("MemAvailable")
     return MemoryFacts(
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free,
@@ -66,7 +99,24 @@ def memory() -> MemoryFacts:
         memlock_hard_bytes=memlock[1],
         nofile_soft=nofile[0],
         nofile_hard=nofile[1],
-        cgroup_limit_bytes=limit,
-        cgroup_headroom_bytes=headroom,
-        evidence=f"{shm_evidence}; {cgroup_evidence}",
+        cgroup_limit_bytes=group.limit,
+        cgroup_headroom_bytes=group.headroom,
+        evidence=f"{shm_evidence}; {group.evidence}; MemAvailable: {available}",
+        cgroup_version=group.version,
+        available_bytes=available,
+        memfd_reserve=reserve(),
+        nofile_open=_open_descriptors(),
+        huge_page_bytes=machine.get("Hugepagesize", 0),
+        huge_pages_free=machine.get("HugePages_Free", 0),
+        thp=chosen(read_text(_THP / "enabled")),
+        shmem_thp=chosen(read_text(_THP / "shmem_enabled")),
+        numa_nodes=numbers(read_text(Path("/sys/devices/system/node/online"))),
+        numa_allowed=numbers(process.status().get("Mems_allowed_list", "")),
     )
+
+
+def _open_descriptors() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # noqa: PTH208 - one of them is the listing's own
+    except OSError:
+        return 0

@@ -61,7 +61,8 @@ class TargetFact(msgspec.Struct, frozen=True, kw_only=True):
     """What ``pidfd_open`` + ``pidfd_getfd`` answered against a real process, and what forbids it if anything does.
 
     ``target`` is ``child`` (a process of our own, started for this) or ``peer``. ``cause`` names the one gate that
-    explains every answer (``syncstack.facts.target`` has the table); ``evidence`` quotes the answers it rests on.
+    explains every answer (``syncstack.facts.causes`` has the table); ``evidence`` quotes the answers it rests on.
+    ``absent``: the call, the process or the descriptor is not there; no permission is missing.
     """
 
     target: Literal["child", "peer"]
@@ -130,7 +131,11 @@ class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """One device as its driver names it. ``index`` is this process's own and means nothing to any other."""
+    """One device as its driver names it. ``index`` is this process's own and means nothing to any other.
+
+    ``mig``: names of its MIG instances, as far as they are visible here. ``posix_fd`` and ``fabric``: the kinds of
+    handle by which its memory can be exported; that a fabric handle really works needs IMEX and only shows by trying.
+    """
 
     uuid: str
     index: int
@@ -206,6 +211,14 @@ class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
     somaxconn: int = 0
     unprivileged_port_start: int = 1024
     evidence: str = ""
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """By which interface and source address a peer is reached; both "" where the kernel knows no way."""
+
+    interface: str
+    source: str
+    evidence: str
 
 
 class FolderFact(msgspec.Struct, frozen=True, kw_only=True):

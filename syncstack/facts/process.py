@@ -26,10 +26,25 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def status(proc: Path = Path("/proc")) -> Mapping[str, str]:
-    """Return /proc/self/status as key and value."""
-    lines = read_text(proc / "self/status").splitlines()
+def status(proc: Path = Path("/proc"), pid: int | str = "self") -> Mapping[str, str]:
+    """Return /proc/PID/status as key and value; empty where there is no such process to be seen."""
+    lines = read_text(proc / str(pid) / "status").splitlines()
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def life(pid: int | str = "self") -> tuple[str, int] | None:
+    """Return (state letter, start in clock ticks since boot) of a process; None without such a process.
+
+    Fields 3 and 22 of /proc/PID/stat. The second tells a process from a later one with the same number.
+    """
+    # The name before the fields may hold spaces and brackets.
+    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return (fields[0], int(fields[19])) if len(fields) > 19 else None
+
+
+def boot_id() -> str:
+    """Return the id that all processes of one running machine share, "" where it cannot be read."""
+    return read_text(Path("/proc/sys/kernel/random/boot_id"))
 
 
 def capability_names(mask: int) -> tuple[str, ...]:

@@ -101,13 +101,24 @@ PROBES: Final = (
 )  # fmt: skip
 
 
-def _call(number: int, args: tuple[int, ...]) -> tuple[int, int]:
-    """Return (result, errno) of one raw system call; errno is 0 on success."""
+def call(number: int, *args: int) -> tuple[int, int]:
+    """Return (result, errno) of one raw system call with integer arguments; errno is 0 on success."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     ctypes.set_errno(0)
     result = libc.syscall(ctypes.c_long(number), *(ctypes.c_long(arg) for arg in args))
     return result, ctypes.get_errno() if result == -1 else 0
+
+
+def number_of(name: str) -> int:
+    """Return the number of a probed call on this machine, -1 where none is known."""
+    probe = next(probe for probe in PROBES if probe.name == name)
+    return {"x86_64": probe.x86_64, "aarch64": probe.aarch64}.get(platform.machine(), -1)
+
+
+def answer_of(result: int, code: int) -> str:
+    """Return the answer of a raw call in words: the name of its errno, or ``ok``."""
+    return errno.errorcode.get(code, str(code)) if result == -1 else "ok"
 
 
 def verdict_of(result: int, code: int) -> Verdict:
@@ -138,12 +149,11 @@ def _cause(probe: Probe, verdict: Verdict, seccomp_mode: int, sysctls: Path) -> 
 
 def run_probe(probe: Probe, *, seccomp_mode: int, sysctls: Path = Path("/proc/sys")) -> SyscallFact:
     """Make one call and say what came of it."""
-    machine = platform.machine()
-    number = {"x86_64": probe.x86_64, "aarch64": probe.aarch64}.get(machine, -1)
+    number = {"x86_64": probe.x86_64, "aarch64": probe.aarch64}.get(platform.machine(), -1)
     if number < 0:
-        evidence = f"not tried: no system call numbers for {machine} here"
+        evidence = f"not tried: no system call numbers for {platform.machine()} here"
         return SyscallFact(name=probe.name, number=-1, verdict="absent", evidence=evidence)
-    result, code = _call(number, probe.args)
+    result, code = call(number, *probe.args)
     verdict = verdict_of(result, code)
     answer = errno.errorcode.get(code, str(code)) if result == -1 else str(result)
     evidence = f"{probe.shown} = {answer}{_cause(probe, verdict, seccomp_mode, sysctls)}"

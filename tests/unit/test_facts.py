@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from syncstack.facts import Facts, collect
+from syncstack.facts.cgroup import cgroup
 from syncstack.facts.folder import mount_point, probe_folder
 from syncstack.facts.gpu import gpus
-from syncstack.facts.memory import cgroup_memory
 from syncstack.facts.process import capabilities, capability_names, namespaces, runtime, status
 from syncstack.facts.syscalls import PROBES, Probe, run_probe, verdict_of
 from syncstack.seccomp.expected import expected
@@ -132,25 +132,64 @@ def test_runtime_guess(tmp_path: Path, files: dict[str, str], value: str) -> Non
     assert guess.evidence
 
 
+def v1(limit: int, usage: int, inactive: int = 0) -> dict[str, str]:
+    stat = f"cache 5000\ntotal_inactive_file {inactive}\n"
+    return {"memory.limit_in_bytes": f"{limit}\n", "memory.usage_in_bytes": f"{usage}\n", "memory.stat": stat}
+
+
+def v2(limit: str, usage: int) -> dict[str, str]:
+    return {"memory.max": f"{limit}\n", "memory.current": f"{usage}\n", "memory.stat": "anon 1\ninactive_file 100\n"}
+
+
+UNLIMITED = 9223372036854771712
+
+
 def test_cgroup_v1_in_a_container(tmp_path: Path) -> None:
+    """The path is the host's, and without a cgroup namespace nothing in the container has that name."""
     root = put(tmp_path, proc__self__cgroup="5:memory:/docker/abc\n1:name=systemd:/docker/abc")
-    folder = root / "sys/fs/cgroup/memory"
-    put(folder, **{"memory.limit_in_bytes": "1000\n", "memory.usage_in_bytes": "400\n"})
-    assert cgroup_memory(root)[:2] == (1000, 600)
+    put(root / "sys/fs/cgroup/memory", **v1(1000, 400))
+    found = cgroup(root)
+    assert (found.version, found.limit, found.headroom) == ("v1", 1000, 600)
+    assert found.evidence.endswith("sys/fs/cgroup/memory/memory.limit_in_bytes: 1000")
+
+
+def test_cgroup_v1_nested_below_what_is_mounted(tmp_path: Path) -> None:
+    """Each group on the way up counts: the least limit and the least headroom are of different ones here."""
+    mount = "36 32 0:31 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory"
+    root = put(tmp_path, proc__self__cgroup="5:cpu,memory:/docker/abc/job/task", proc__self__mountinfo=mount)
+    base = root / "sys/fs/cgroup/memory"
+    put(base / "job/task", **v1(2000, 100))
+    put(base / "job", **v1(5000, 4900, inactive=300))
+    put(base, **v1(UNLIMITED, 9000))
+    found = cgroup(root)
+    assert (found.version, found.limit, found.headroom) == ("v1", 2000, 400)
+    assert found.evidence.endswith("memory/job/task/memory.limit_in_bytes: 2000")
 
 
 def test_cgroup_v1_without_a_limit(tmp_path: Path) -> None:
     root = put(tmp_path, proc__self__cgroup="5:memory:/")
-    folder = root / "sys/fs/cgroup/memory"
-    put(folder, **{"memory.limit_in_bytes": "9223372036854771712", "memory.usage_in_bytes": "400"})
-    assert cgroup_memory(root)[:2] == (None, None)
+    put(root / "sys/fs/cgroup/memory", **v1(UNLIMITED, 400))
+    found = cgroup(root)
+    assert (found.version, found.limit, found.headroom) == ("v1", None, None)
 
 
-@pytest.mark.parametrize(("limit", "found"), [("2000", (2000, 1500)), ("max", (None, None)), ("400", (400, 0))])
+@pytest.mark.parametrize(("limit", "found"), [("2000", (2000, 1600)), ("max", (None, None)), ("400", (400, 0))])
 def test_cgroup_v2(tmp_path: Path, limit: str, found: tuple[int | None, int | None]) -> None:
     root = put(tmp_path, proc__self__cgroup="0::/a.slice")
-    put(root / "sys/fs/cgroup/a.slice", **{"memory.max": limit, "memory.current": "500"})
-    assert cgroup_memory(root)[:2] == found
+    put(root / "sys/fs/cgroup/a.slice", **v2(limit, 500))
+    assert (cgroup(root).version, cgroup(root).limit, cgroup(root).headroom) == ("v2", *found)
+
+
+def test_cgroup_v2_outside_of_its_own_namespace(tmp_path: Path) -> None:
+    mount = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
+    root = put(tmp_path, proc__self__cgroup="0::/../../other", proc__self__mountinfo=mount)
+    put(root / "sys/fs/cgroup", **v2("3000", 1000))
+    assert (cgroup(root).limit, cgroup(root).headroom) == (3000, 2100)
+
+
+def test_no_cgroup_at_all(tmp_path: Path) -> None:
+    found = cgroup(tmp_path)
+    assert (found.version, found.limit, found.evidence) == ("none", None, "no cgroup memory limit to be read")
 
 
 def test_mount_point_is_the_longest_that_holds_the_path() -> None:

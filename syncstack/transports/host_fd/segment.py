@@ -20,7 +20,7 @@ import struct
 from pathlib import Path
 
 from syncstack.errors import TransportError
-from syncstack.facts.memory import cgroup_memory
+from syncstack.facts.cgroup import cgroup
 from syncstack.facts.process import read_text
 
 HEADER_BYTES = 4096
@@ -94,7 +94,7 @@ def _check_room(size: int) -> None:
     """Raise TransportError when ``size`` cannot fit: the kernel would answer with its OOM killer, not an errno."""
     lines = read_text(Path("/proc/meminfo")).splitlines()
     available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
-    limit, _, _ = cgroup_memory()  # the limit, not the headroom: page cache counts as used and can be dropped
+    limit = cgroup().limit  # the limit, not the headroom: page cache counts as used and can be dropped
     bounds = {"available memory": available, "the container's memory limit": limit}
     for name, bound in bounds.items():
         if bound is not None and size > bound:
