@@ -32,13 +32,13 @@ def _network(facts: Facts) -> str:
 
 
 def _gpu(facts: Facts) -> str:
-    return "" if facts.gpu.count else "no GPU here"
+    return "" if facts.gpu.count or facts.gpu.devices else "no GPU here"
 
 
 def _driver(facts: Facts) -> str:
-    if not facts.gpu.count:
-        return "no GPU here"
-    return "" if facts.gpu.devices else "the driver could not be asked"
+    if facts.gpu.devices:
+        return ""
+    return "the driver could not be asked" if facts.gpu.count else "no GPU here"
 
 
 CONTAINER: Final = Need[Facts](name="container", lack=_container)

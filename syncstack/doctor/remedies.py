@@ -90,9 +90,12 @@ def yama(scope: int) -> Remedy:
     return step if scope == 1 else Remedy(other=step.other, **_lines(SHARE_FOLDER))
 
 
-def lsm(lsms: str) -> Remedy:
-    """Return how to put both containers under one profile of the security module that is in force."""
-    if "selinux" in lsms.split(","):
+def lsm(lsms: str, label: str) -> Remedy:
+    """Return how to put both containers under one profile of the security module that is in force.
+
+    A container cannot always read the list; SELinux's labels have four parts, AppArmor's are ``profile (mode)``.
+    """
+    if "selinux" in lsms.split(",") or label.count(":") >= 3:
         return Remedy(
             compose='security_opt: ["label=level:s0:c100,c200"] in both services',
             kubernetes='securityContext: {seLinuxOptions: {level: "s0:c100,c200"}} in both containers',
@@ -109,7 +112,7 @@ def pidfd(cause: Cause, facts: Facts) -> Remedy:
     if cause == "yama":
         return yama(3 if identity is None or identity.yama_scope is None else identity.yama_scope)
     if cause == "lsm":
-        return lsm("" if identity is None else identity.lsms)
+        return lsm("", "") if identity is None else lsm(identity.lsms, identity.lsm_label)
     return _PIDFD.get(cause, Remedy())
 
 

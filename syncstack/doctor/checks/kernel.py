@@ -81,7 +81,7 @@ def _lsm(facts: Facts) -> Finding:
     observed = f"modules: {modules}; label: {label}"
     if ways.pidfd_cause(facts) != "lsm":
         return holds(observed)
-    remedy = remedies.lsm(facts.identity.lsms)
+    remedy = remedies.lsm(facts.identity.lsms, facts.identity.lsm_label)
     if not ways.no_socket(facts):
         return holds(f"{observed}; it forbids pidfd_getfd; {_NOT_NEEDED}", remedy)
     return broken(observed, _NO_OTHER_WAY, remedy)

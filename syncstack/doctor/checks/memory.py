@@ -14,6 +14,12 @@ _SHM_BYTES: Final = 64 * _MIB
 _SHM_FREE_BYTES: Final = 8 * _MIB
 # Less holds no model worth the name, whatever its size is.
 _BUDGET_BYTES: Final = 256 * _MIB
+MORE_MEMORY: Final = Remedy(
+    compose="mem_limit: 8g in the trainer (its own need and one copy of the weights)",
+    kubernetes="resources: {limits: {memory: 8Gi}} in the trainer (its own need and one copy of the weights)",
+)
+# A reserve that fails like this was allowed, but there is no memory for it.
+_FULL: Final = ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG")
 _NUMA_CALLS: Final = ("get_mempolicy", "set_mempolicy", "mbind")
 
 
@@ -21,24 +27,28 @@ def shown(count: int | None) -> str:
     """Return bytes as people read them."""
     if count is None:
         return "unlimited"
-    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / _MIB:.0f} MiB"
+    if count >= 1 << 30:
+        return f"{count / (1 << 30):.1f} GiB"
+    return f"{count // _MIB} MiB" if count >= _MIB else f"{count // 1024} KiB"
 
 
 def _memfd(facts: Facts) -> Finding:
-    for fact in (facts.syscalls["memfd_create"], facts.memory.memfd_reserve):
+    made, reserved = facts.syscalls["memfd_create"], facts.memory.memfd_reserve
+    consequence = "The zero-copy host transport cannot hold the weights"
+    if made.verdict == "ok" and reserved is not None and any(word in reserved.evidence for word in _FULL):
+        return broken(reserved.evidence, consequence, MORE_MEMORY)
+    for fact, call in ((made, "memfd_create"), (reserved, "fallocate")):
         if fact is not None and fact.verdict != "ok":
-            return broken(
-                fact.evidence,
-                "The zero-copy host transport cannot hold the weights",
-                Remedy(
-                    other=f"a profile that allows {fact.name}: restrictive.json and permissive.json both do",
-                    compose='security_opt: ["seccomp=./seccomp/restrictive.json"]',
-                    kubernetes="securityContext: "
-                    "{seccompProfile: {type: Localhost, localhostProfile: syncstack/restrictive.json}}",
-                ),
-            )
-    reserve = facts.memory.memfd_reserve
-    return holds(facts.syscalls["memfd_create"].evidence + ("" if reserve is None else f"; {reserve.evidence}"))
+            return broken(fact.evidence, consequence, _allow(call))
+    return holds(made.evidence + ("" if reserved is None else f"; {reserved.evidence}"))
+
+
+def _allow(call: str) -> Remedy:
+    return Remedy(
+        other=f"a profile that allows {call}: restrictive.json and permissive.json both do",
+        compose='security_opt: ["seccomp=./seccomp/restrictive.json"]',
+        kubernetes="securityContext: {seccompProfile: {type: Localhost, localhostProfile: syncstack/restrictive.json}}",
+    )
 
 
 def _budget(facts: Facts) -> Finding:
@@ -54,10 +64,7 @@ def _budget(facts: Facts) -> Finding:
     return broken(
         f"{observed}; needed: {shown(_BUDGET_BYTES)} and the weights",
         "The kernel counts the weights' memfd to the trainer, which writes it, and kills the process at its limit",
-        Remedy(
-            compose="mem_limit: 8g in the trainer (its own need and one copy of the weights)",
-            kubernetes="resources: {limits: {memory: 8Gi}} in the trainer (its own need and one copy of the weights)",
-        ),
+        MORE_MEMORY,
     )
 
 

@@ -51,7 +51,7 @@ def _interfaces(facts: Facts) -> Finding:
         six = any(not address.lower().startswith("fe80:") for one in up for address in one.ipv6)
         families = " and ".join(name for name, has in (("IPv4", four), ("IPv6", six)) if has)
         return holds(f"{', '.join(one.name for one in up)}; addresses: {families or 'link-local only'}")
-    observed = "only the loopback interface is up"
+    observed = "no interface is up but loopback"
     if ways.host_transport(facts)[0]:
         return holds(f"{observed}; not needed on one host")
     return broken(
