@@ -1,7 +1,7 @@
 """What this process can really do: probed, never inferred from flags. Imports no torch."""
 
 from syncstack.facts.collect import collect
-from syncstack.facts.hello import Hello
+from syncstack.facts.hello import Hello, probe_peer, process_nonce, read_hello, say_hello
 from syncstack.facts.model import (
     AllocatorFact,
     Capabilities,
@@ -15,16 +15,20 @@ from syncstack.facts.model import (
     Interface,
     MemoryFacts,
     NetworkFacts,
+    Route,
     SyscallFact,
     TargetFact,
     Verdict,
     VisibilityMask,
 )
+from syncstack.facts.network import route_to
+from syncstack.facts.target import Claim, probe_child, probe_target
 
 __all__ = [
     "AllocatorFact",
     "Capabilities",
     "Cause",
+    "Claim",
     "Facts",
     "FolderFact",
     "GpuDevice",
@@ -35,9 +39,17 @@ __all__ = [
     "Interface",
     "MemoryFacts",
     "NetworkFacts",
+    "Route",
     "SyscallFact",
     "TargetFact",
     "Verdict",
     "VisibilityMask",
     "collect",
+    "probe_child",
+    "probe_peer",
+    "probe_target",
+    "process_nonce",
+    "read_hello",
+    "route_to",
+    "say_hello",
 ]

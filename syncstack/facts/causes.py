@@ -92,13 +92,13 @@ def decide(seen: Observed) -> TargetFact:
     verdict: Verdict = "denied"
     if cause == "none":
         verdict = "ok"
-    elif cause in ("old-kernel", "sandbox", "pid-namespace", "target-gone", "bad-descriptor") or _hidden(seen):
+    elif cause in ("pid-namespace", "target-gone", "bad-descriptor") or "ENOSYS" in (
+        seen.unreached,
+        seen.opened,
+        seen.getfd,
+    ):
         verdict = "absent"
     return TargetFact(target=seen.target, verdict=verdict, cause=cause, evidence=f"{why}: {_shown(seen)}")
-
-
-def _hidden(seen: Observed) -> bool:
-    return "ENOSYS" in (seen.unreached, seen.opened, seen.getfd)
 
 
 def _filtered(seen: Observed) -> _Found:

@@ -34,7 +34,7 @@ def collect(*, socket_dir: Path | None = None) -> Facts:
         boot_id=process.boot_id(),
         runtime=process.runtime(),
         memory=memory.memory(),
-        gpu=gpu.gpus(),
+        gpu=gpu.gpus(os.environ),
         syscalls=dict(syscalls.probe_all(seccomp_mode=mode)),
         socket_dir=None if socket_dir is None else probe_folder(socket_dir),
         identity=identity.identity(),

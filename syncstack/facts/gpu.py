@@ -1,25 +1,109 @@
-"""NVIDIA devices, by the files of the driver only: opening a device would leave a context behind."""
+"""NVIDIA devices: counted by their files, named by the driver in a child process.
+
+Asking the driver leaves a context behind and may crash or hang, so it is a child that asks, and only where there are
+device files.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
-from syncstack.facts.model import GpuFacts
+import msgspec
 
-_DEVICE = re.compile(r"nvidia\d+")
+from syncstack.facts.allocator import allocator
+from syncstack.facts.model import GpuDevice, GpuFacts
+from syncstack.facts.process import read_text
+from syncstack.facts.visibility import masks
+
+CHILD_S: Final = 5.0
+_DEVICE: Final = re.compile(r"nvidia\d+")
+_VERSION: Final = re.compile(r"\b\d+\.\d+(?:\.\d+)?\b")
+_ASK: Final = (sys.executable, "-P", "-m", "syncstack.facts.gpu_child")
 
 
-def gpus(root: Path = Path("/")) -> GpuFacts:
-    """Return how many device files there are, and what was looked at."""
-    devices = root / "dev"
-    names = sorted(path.name for path in devices.iterdir() if _DEVICE.fullmatch(path.name)) if devices.is_dir() else []
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What the child prints, as JSON."""
+
+    devices: tuple[GpuDevice, ...] = ()
+    problem: str = ""
+
+
+def gpus(environ: Mapping[str, str], root: Path = Path("/"), ask: Sequence[str] = _ASK) -> GpuFacts:
+    """Return the devices that this process can use, and what was looked at; ``ask`` is the command of the child."""
+    folder = root / "dev"
+    names = sorted(path.name for path in folder.iterdir() if _DEVICE.fullmatch(path.name)) if folder.is_dir() else []
+    driver = _VERSION.search(read_text(root / "proc/driver/nvidia/version"))
+    answer, evidence = Answer(), f"/dev: {', '.join(names)}"
     if names:
-        return GpuFacts(count=len(names), evidence=f"/dev: {', '.join(names)}")
-    driver = (root / "proc/driver/nvidia/version").exists()
+        refusal = _refusal([folder / name for name in ("nvidiactl", *names)])
+        answer = Answer(problem=refusal) if refusal else _child(ask, environ)
+    elif driver is None:
+        evidence = "no /dev/nvidia* and no NVIDIA driver"
+    else:
+        evidence = "the driver is loaded, but no /dev/nvidia* here: the container was given no device"
+        answer = Answer(problem=f"no GPU node: {evidence}")
     return GpuFacts(
-        count=0,
-        evidence="the driver is loaded, but no /dev/nvidia* here: the container was given no device"
-        if driver
-        else "no /dev/nvidia* and no NVIDIA driver",
+        count=len(names),
+        evidence=evidence,
+        driver=driver[0] if driver else "",
+        devices=answer.devices,
+        masks=masks(environ),
+        allocator=allocator(environ),
+        problem=answer.problem,
     )
+
+
+def _refusal(nodes: Sequence[Path]) -> str:
+    """Return why the device files cannot be used, "" if they can, as far as their modes tell."""
+    missing = [path for path in nodes if not path.exists()]
+    if missing:
+        return f"no GPU node: {', '.join(map(str, missing))} is missing"
+    closed = [path for path in nodes if not os.access(path, os.R_OK | os.W_OK)]
+    if nodes[0] in closed or len(closed) == len(nodes) - 1:
+        found = closed[0].stat()
+        owner = f"mode {found.st_mode & 0o7777:04o}, owner {found.st_uid}:{found.st_gid}"
+        return f"no permission: {closed[0]} ({owner}), and this is {os.geteuid()}:{os.getegid()}"
+    return ""
+
+
+def _child(ask: Sequence[str], environ: Mapping[str, str]) -> Answer:
+    """Let a child ask the driver. It gets ``environ``, because the driver reads its masks there."""
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join(part for part in (package, environ.get("PYTHONPATH", "")) if part)
+    try:
+        child = subprocess.Popen(
+            ask,
+            env={**environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    except OSError as error:
+        return Answer(problem=f"the child that asks the driver could not be started: {error.strerror}")
+    with child:
+        try:
+            output, errors = child.communicate(timeout=CHILD_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(1.0)
+            return Answer(problem=f"the driver gave no answer within {CHILD_S:g} s")
+    return _understood(child.returncode, output, errors)
+
+
+def _understood(status: int, output: bytes, errors: bytes) -> Answer:
+    if status == 0:
+        try:
+            return msgspec.json.decode(output, type=Answer)
+        except msgspec.DecodeError as error:
+            return Answer(problem=f"the child that asks the driver printed no answer: {error}")
+    ended = f"was ended by signal {-status}" if status < 0 else f"ended with {status}"
+    said = errors.decode(errors="replace").strip().splitlines()[-1:]
+    return Answer(problem=": ".join([f"the child that asks the driver {ended}", *said]))

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+FACTS_VERSION = 2
+
 Verdict = Literal["ok", "denied", "absent"]
 
 Cause = Literal[
@@ -241,7 +243,7 @@ class FolderFact(msgspec.Struct, frozen=True, kw_only=True):
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Everything :func:`syncstack.facts.collect` found out about this process."""
 
-    version: int = 2
+    version: int = FACTS_VERSION
     machine: str
     kernel: str
     uid: int

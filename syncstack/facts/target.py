@@ -56,13 +56,7 @@ def probe_child() -> TargetFact:
     if base.unreached != "EBADF":
         return decide(base)
     try:
-        # Any program that stays until it is killed: this interpreter is sure to be there.
-        child = subprocess.Popen(
-            [sys.executable, "-ISc", "input()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        child = _start_child()
     except OSError as error:
         text = f"no child could be started: {error.strerror}"
         return TargetFact(target="child", verdict="denied", cause="unknown", evidence=text)
@@ -74,6 +68,18 @@ def probe_child() -> TargetFact:
         child.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # then subprocess reaps it later
             child.wait(_CHILD_S)
+
+
+def _start_child() -> subprocess.Popen[bytes]:
+    """Start a program that waits on its standard input. Raises OSError."""
+
+    def start(*argv: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    try:
+        return start("/bin/sh", "-c", "read line")
+    except OSError:  # an image without a shell
+        return start(sys.executable, "-ISc", "input()")
 
 
 def _getfd(pidfd: int, fd: int) -> str:

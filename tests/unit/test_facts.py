@@ -16,7 +16,6 @@ import pytest
 from syncstack.facts import Facts, collect
 from syncstack.facts.cgroup import cgroup
 from syncstack.facts.folder import mount_point, probe_folder
-from syncstack.facts.gpu import gpus
 from syncstack.facts.process import capabilities, capability_names, namespaces, runtime, status
 from syncstack.facts.syscalls import PROBES, Probe, run_probe, verdict_of
 from syncstack.seccomp.expected import expected
@@ -217,13 +216,3 @@ def test_folders_that_do_not_work(tmp_path: Path) -> None:
     assert not probe_folder(deep).writable
     assert probe_folder(deep).exists
     assert not probe_folder(Path("/proc")).writable
-
-
-def test_gpus_are_counted_by_their_files(tmp_path: Path) -> None:
-    assert gpus(tmp_path).count == 0
-    put(tmp_path, dev__nvidia0="", dev__nvidia11="", dev__nvidiactl="", dev__null="")
-    found = gpus(tmp_path)
-    assert (found.count, found.evidence) == (2, "/dev: nvidia0, nvidia11")
-    only_driver = put(tmp_path / "b", proc__driver__nvidia__version="580", dev__null="")
-    assert gpus(only_driver).count == 0
-    assert "no device" in gpus(only_driver).evidence

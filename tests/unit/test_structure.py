@@ -61,9 +61,9 @@ def test_nothing_unpickles() -> None:
 
 
 def test_only_the_edge_reads_the_environment() -> None:
-    """settings.py, the command line, and the launcher that passes the environment on to vLLM."""
+    """settings.py, the command line, the launcher that passes the environment on to vLLM, and the facts about it."""
     for path in MODULES:
-        if path.name in ("settings.py", "cli.py", "launch.py"):
+        if path.name in ("settings.py", "cli.py", "launch.py", "collect.py"):
             continue
         text = path.read_text()
         assert "os.environ" not in text, path
