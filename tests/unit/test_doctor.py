@@ -17,7 +17,8 @@ from syncstack.doctor.examine import diagnose, examine, exit_code, select, summa
 from syncstack.doctor.model import Check, Finding, Remedy
 from syncstack.doctor.ways import host_transport
 from syncstack.errors import UsageError
-from syncstack.facts import AllocatorFact, Cause, Facts, Guess, SyscallFact, VisibilityMask
+from syncstack.facts import AllocatorFact, Cause, Facts, Guess, SyscallFact
+from syncstack.facts.visibility import parse
 from tests.unit.doctor_facts import (
     IDENTITY,
     MADE,
@@ -46,10 +47,6 @@ def test_our_containers_get_one_line_and_no_warning(profile: str) -> None:
     render.text(console, report)
     assert console.file.getvalue() == "zero-copy host transport available; GPU: none\n"  # type: ignore[attr-defined]
     assert exit_code(report.checks) == 0
-
-
-def mask(text: str, stopped_at: str, *entries: str) -> VisibilityMask:
-    return VisibilityMask(name="CUDA_VISIBLE_DEVICES", text=text, kind="list", entries=entries, stopped_at=stopped_at)
 
 
 EXPANDABLE = AllocatorFact(expandable_segments=True, evidence="PYTORCH_ALLOC_CONF=expandable_segments:True")
@@ -82,8 +79,8 @@ def broken() -> list[tuple[str, str, dict[str, Any]]]:
         ("privileges.no-new-privs", "warn", {"no_new_privs": False}),
         ("privileges.capabilities", "warn", {"capabilities": replace(NO_CAPABILITIES, bounding=("CAP_CHOWN",))}),
         ("privileges.capabilities", "warn", {"capabilities": replace(NO_CAPABILITIES, effective=("CAP_CHOWN",))}),
-        ("gpu.masks", "warn", {"gpu": gpus(masks=(mask("0,-1,1", "-1", "0"),))}),
-        ("gpu.masks", "warn", {"gpu": gpus(masks=(mask("zero", "zero"),))}),
+        ("gpu.masks", "warn", {"gpu": gpus(masks=(parse("CUDA_VISIBLE_DEVICES", "0,,1"),))}),
+        ("gpu.masks", "warn", {"gpu": gpus(masks=(parse("CUDA_VISIBLE_DEVICES", "zero"),))}),
         ("gpu.compute-mode", "warn", {"memory": one_gpu, "gpu": gpus(device(compute_mode="exclusive-process"))}),
         ("gpu.handles", "warn", {"memory": one_gpu, "gpu": gpus(device(vmm=False, posix_fd=False))}),
         ("gpu.allocator", "warn", {"memory": one_gpu, "gpu": gpus(device(), allocator=EXPANDABLE)}),

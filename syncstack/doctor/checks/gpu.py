@@ -7,7 +7,7 @@ from typing import Final
 from syncstack.doctor import ways
 from syncstack.doctor.model import Check, Finding, Remedy, broken, holds, skip
 from syncstack.doctor.needs import DRIVER, GPU
-from syncstack.facts import Facts, GpuFacts
+from syncstack.facts import Facts
 
 _GIVE: Final = Remedy(
     compose="deploy: {resources: {reservations: {devices: [{driver: nvidia, count: 1, capabilities: [gpu]}]}}}",
@@ -23,48 +23,25 @@ _LIBRARY: Final = Remedy(
     kubernetes="env: [{name: NVIDIA_DRIVER_CAPABILITIES, value: compute,utility}]",
 )
 _UNKNOWN: Final = Remedy(other="see what nvidia-smi says in the same container")
+# By the words before the colon of GpuFacts.problem: three causes that look alike to a program, and three remedies.
+_PROBLEMS: Final = {"no GPU node": _GIVE, "no permission": _PERMIT, "no driver library": _LIBRARY}
 
 
 def _devices(facts: Facts) -> Finding:
     gpu = facts.gpu
+    if not gpu.problem:
+        named = [f"{device.name} ({device.memory_bytes / (1 << 30):.0f} GiB)" for device in gpu.devices]
+        detail = f"; {', '.join(named)}; driver {gpu.driver}" if named else ""
+        return holds(f"{gpu.count or len(gpu.devices) or 'none'}: {gpu.evidence}{detail}")
+    # A host with GPUs runs containers that want none, too.
     asked = any(mask.name == "NVIDIA_VISIBLE_DEVICES" and mask.kind in ("all", "list") for mask in gpu.masks)
-    kind = problem_kind(gpu)
-    if kind == "no-node":
-        if not asked:
-            return holds(f"none: {gpu.evidence}")
-        return broken(
-            f"no GPU node: {gpu.evidence}", "The host has GPUs and this container asked for some, but got none", _GIVE
-        )
-    if kind == "":
-        names = ", ".join(f"{device.name} ({shown_memory(device.memory_bytes)})" for device in gpu.devices)
-        return holds(f"{gpu.count or 'none'}: {gpu.evidence}" + (f"; {names}; driver {gpu.driver}" if names else ""))
-    words, remedy = {
-        "no-permission": ("no permission", _PERMIT),
-        "no-library": ("no driver library", _LIBRARY),
-        "other": ("the driver could not be asked", _UNKNOWN),
-    }[kind]
+    if not gpu.count and not asked:
+        return holds(gpu.problem)
     return broken(
-        f"{words}: {gpu.problem}; {gpu.evidence}",
-        "Nothing here can use the GPU; weights go through host memory",
-        remedy,
+        f"{gpu.problem} ({gpu.evidence})" if gpu.evidence not in gpu.problem else gpu.problem,
+        "Nothing here can use the host's GPUs; weights go through its memory",
+        _PROBLEMS.get(gpu.problem.partition(":")[0], _UNKNOWN),
     )
-
-
-def shown_memory(count: int) -> str:
-    """Return a device's memory as people read it."""
-    return f"{count / (1 << 30):.0f} GiB"
-
-
-def problem_kind(gpu: GpuFacts) -> str:
-    """Return "", ``no-node``, ``no-permission``, ``no-library`` or ``other``."""
-    text = gpu.problem.lower()
-    if not gpu.count:
-        return "no-node" if "driver is loaded" in gpu.evidence else ""
-    if not text:
-        return ""
-    if "permi" in text or "eacces" in text:
-        return "no-permission"
-    return "no-library" if "librar" in text or ".so" in text else "other"
 
 
 def _masks(facts: Facts) -> Finding:
@@ -76,13 +53,12 @@ def _masks(facts: Facts) -> Finding:
     if not bad:
         return holds(observed)
     first = bad[0]
+    seen = f"only what stands before it is seen: {', '.join(first.entries)}" if first.entries else "no device is seen"
     return broken(
-        f"{first.name}={first.text}: the driver stops reading at {first.stopped_at!r}",
-        f"Only the {len(first.entries) or 'no'} devices before that entry are seen"
-        if first.entries
-        else "No device is seen",
+        f"{first.name}={first.text}: entry {first.stopped_at} is none",
+        f"The driver stops reading there without a word; {seen}",
         Remedy(
-            other="entries are indices, GPU-... or MIG-... names, with commas and no blanks between them",
+            other="entries are indices, GPU-... or MIG-... names, also shortened",
             compose=f"environment: {{{first.name}: GPU-...}}",
             kubernetes=f"no env {first.name} in the pod: the device plugin sets what it gives",
         ),
@@ -90,7 +66,7 @@ def _masks(facts: Facts) -> Finding:
 
 
 def _compute_mode(facts: Facts) -> Finding:
-    closed = [device for device in facts.gpu.devices if device.compute_mode != "default"]
+    closed = [device for device in facts.gpu.devices if device.compute_mode not in ("default", "unknown")]
     if not closed:
         return holds("compute mode default")
     return broken(
@@ -111,9 +87,8 @@ def _allocator(facts: Facts) -> Finding:
         "torch's own IPC of these tensors needs pidfd_getfd, which is refused here, and vLLM's sleep mode refuses them",
         Remedy(
             other="nothing, if only syncstack moves the weights",
-            compose="environment: {PYTORCH_CUDA_ALLOC_CONF: expandable_segments:False}, and no PYTORCH_ALLOC_CONF",
-            kubernetes='env: [{name: PYTORCH_CUDA_ALLOC_CONF, value: "expandable_segments:False"}], '
-            "and no PYTORCH_ALLOC_CONF",
+            compose='environment: {PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:False"}',
+            kubernetes='env: [{name: PYTORCH_CUDA_ALLOC_CONF, value: "expandable_segments:False"}]',
         ),
     )
 
@@ -137,14 +112,13 @@ def _handles(facts: Facts) -> Finding:
             "Memory of this GPU cannot be handed to an engine; weights go through host memory",
             Remedy(other="a driver with virtual memory management and POSIX handles (not vGPU, not WSL)"),
         )
-    fabric = [str(device.index) for device in devices if device.fabric]
-    if len(fabric) == len(devices):
-        return holds("descriptors and fabric handles")
-    without = "no fabric handles, since there is no IMEX channel: no memory is missing"
+    if not all(device.fabric for device in devices):
+        return holds("descriptors; no fabric handles, which only NVLink over several hosts needs")
     return holds(
-        f"descriptors; {without}",
+        'descriptors, and fabric handles where there is an IMEX channel: without one, "not permitted" means '
+        "the channel and not memory, and descriptors are used",
         Remedy(
-            other="needed only over several hosts of one NVLink domain: a node with nvidia-imex running",
+            other="over several hosts of one NVLink domain: nodes with nvidia-imex running",
             compose='devices: ["/dev/nvidia-caps-imex-channels/channel0"]',
             kubernetes="resourceClaims: one of a ComputeDomain (NVIDIA's DRA driver)",
         ),
