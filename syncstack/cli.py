@@ -15,6 +15,7 @@ from syncstack.errors import SyncstackError
 # A command's module is imported when it is asked for: `doctor` waits for no HTTP client and no settings model.
 COMMANDS: Final = {
     "doctor": "syncstack.doctor.cli:doctor",
+    "facts": "syncstack.facts.cli:facts",
     "run": "syncstack.run.cli:run",
     "engine": "syncstack.engines.cli:app",
     "seccomp": "syncstack.seccomp.cli:app",

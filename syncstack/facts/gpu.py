@@ -87,14 +87,13 @@ def _child(ask: Sequence[str], environ: Mapping[str, str]) -> Answer:
         )
     except OSError as error:
         return Answer(problem=f"the child that asks the driver could not be started: {error.strerror}")
-    with child:
-        try:
-            output, errors = child.communicate(timeout=CHILD_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(1.0)
-            return Answer(problem=f"the driver gave no answer within {CHILD_S:g} s")
+    try:
+        output, errors = child.communicate(timeout=CHILD_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it in the kernel
+            child.communicate(timeout=1.0)
+        return Answer(problem=f"the driver gave no answer within {CHILD_S:g} s")
     return _understood(child.returncode, output, errors)
 
 

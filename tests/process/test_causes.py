@@ -24,8 +24,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from syncstack.facts import Facts, TargetFact, collect, probe_child, probe_peer, probe_target, process, say_hello
+from syncstack.facts import (
+    Facts,
+    TargetFact,
+    collect,
+    probe_child,
+    probe_peer,
+    probe_target,
+    process,
+    route_to,
+    say_hello,
+)
 from syncstack.facts.syscalls import answer_of, call, number_of
+from syncstack.seccomp.apply import apply
+from syncstack.seccomp.load import load
 from tests.process import kernel
 from tests.process.kernel import Peer
 
@@ -532,6 +544,45 @@ def test_the_limit_on_descriptors() -> None:
         while True:
             held.append(os.open("/dev/null", os.O_RDONLY))
     is_cause(probe_child(), "denied", "unknown", "no child could be started: Too many open files")
+
+
+@alone
+def test_facts_under_the_restrictive_profile() -> None:
+    """What it denies is one cause; everything else is still found out."""
+    apply(load("restrictive"))
+    facts = collect()
+    assert facts.child is not None
+    is_cause(facts.child, "denied", "seccomp")
+    assert facts.memory.memfd_reserve is not None
+    assert facts.memory.memfd_reserve.verdict == "ok"
+    assert "lo" in [each.name for each in facts.network.interfaces]
+    assert facts.identity is not None
+
+
+@alone
+def test_addresses_of_both_families_and_the_way_to_a_peer() -> None:
+    """In a network namespace of its own, with two addresses of each family on one interface."""
+    kernel.unshare(kernel.NEWNET)
+    assert route_to("192.0.2.9").evidence.endswith("ENETUNREACH")
+    for command in (
+        "link add one type veth peer name two",
+        "link set two up",
+        "address add 192.0.2.1/24 dev one",
+        "address add 192.0.2.2/24 dev one label one:alias",
+        "address add 2001:db8::1/64 dev one nodad",
+        "address add 2001:db8::2/64 dev one nodad",
+        "link set one mtu 1400 up",
+    ):
+        try:
+            subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            kernel.skip(f"ip {command}: {error}")
+    one = next(each for each in collect().network.interfaces if each.name == "one")
+    assert (one.up, one.loopback, one.mtu, one.ipv4) == (True, False, 1400, ("192.0.2.1", "192.0.2.2"))
+    assert {"2001:db8::1", "2001:db8::2"} <= set(one.ipv6)
+    assert (route_to("192.0.2.9").interface, route_to("192.0.2.9").source) == ("one", "192.0.2.1")
+    assert route_to("2001:db8::9").interface == "one"
+    assert route_to("198.51.100.1").interface == ""
 
 
 @alone

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -38,13 +38,21 @@ def open_descriptors() -> list[str]:
     return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
 
-def test_collect_is_quick_and_survives_json() -> None:
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        facts = collect()
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.3
+def test_collect_is_quick() -> None:
+    """Each time in a fresh process, where nothing is cached."""
+    code = "import time; from syncstack.facts import collect; start = time.perf_counter(); collect(); "
+    code += "print(time.perf_counter() - start)"
+    argv = [sys.executable, "-c", code]
+    runs = [subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30).stdout for _ in range(5)]
+    median = statistics.median(float(text) for text in runs)
+    print(f"collect(): {median * 1000:.1f} ms, median of {len(runs)}")
+    if collect().gpu.count:
+        pytest.skip("with a GPU the driver is asked, which may take seconds")
+    assert median < 0.3
+
+
+def test_facts_survive_json() -> None:
+    facts = collect()
     assert msgspec.json.decode(msgspec.json.encode(facts), type=Facts) == facts
     assert (facts.uid, facts.gid, facts.pid) == (os.getuid(), os.getgid(), os.getpid())
     assert facts.pidfd_getfd is facts.syscalls["pidfd_getfd"]
