@@ -16,9 +16,9 @@ def _folder(facts: Facts) -> str:
     return "" if facts.socket_dir is not None else "no socket folder given"
 
 
-def _existing_folder(facts: Facts) -> str:
-    if facts.socket_dir is None or not facts.socket_dir.exists:
-        return "no socket folder to look at"
+def _usable_folder(facts: Facts) -> str:
+    if facts.socket_dir is None or not facts.socket_dir.writable:
+        return "no socket can be made there anyway"
     return ""
 
 
@@ -43,7 +43,7 @@ def _driver(facts: Facts) -> str:
 
 CONTAINER: Final = Need[Facts](name="container", lack=_container)
 FOLDER: Final = Need[Facts](name="socket folder", lack=_folder)
-EXISTING_FOLDER: Final = Need[Facts](name="existing socket folder", lack=_existing_folder)
+USABLE_FOLDER: Final = Need[Facts](name="usable socket folder", lack=_usable_folder)
 IDENTITY: Final = Need[Facts](name="identity", lack=_identity)
 NETWORK: Final = Need[Facts](name="network", lack=_network)
 GPU: Final = Need[Facts](name="GPU", lack=_gpu)

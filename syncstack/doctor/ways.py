@@ -11,7 +11,7 @@ def no_socket(facts: Facts) -> str:
     if folder is None:
         return "no socket folder"
     if not folder.writable:
-        return folder.evidence
+        return f"no unix socket can be made in {folder.path}" if folder.exists else folder.evidence
     if facts.in_container and not folder.mounted:
         return f"{folder.path} is not shared with any other container"
     return ""
@@ -39,15 +39,14 @@ def pidfd_cause(facts: Facts) -> Cause:
 
 
 def no_pidfd(facts: Facts) -> str:
-    """Return why a sibling's descriptors cannot be taken by pidfd_getfd, "" if they can."""
+    """Return, in few words, why a sibling's descriptors cannot be taken by pidfd_getfd; "" if they can."""
     cause = pidfd_cause(facts)
     if cause != "none":
-        evidence = facts.child.evidence if facts.child is not None else facts.pidfd_getfd.evidence
-        return f"pidfd_getfd: {evidence}"
+        return f"no pidfd_getfd: {cause}"
     scope = None if facts.identity is None else facts.identity.yama_scope
     # Scope 1 lets a process at its children, which is what was tried, but an engine is a sibling.
     if scope and (scope >= 3 or "CAP_SYS_PTRACE" not in facts.capabilities.effective):
-        return f"pidfd_getfd: Yama's ptrace scope is {scope}"
+        return f"no pidfd_getfd: Yama's scope {scope}"
     return ""
 
 

@@ -188,7 +188,10 @@ def test_the_summary_says_how_and_what_is_missing() -> None:
     assert line() == "zero-copy host transport available; GPU: none"
     assert line(socket_dir=replace(SHARED, mounted=False)) == (
         "no zero-copy host transport (/run/syncstack is not shared with any other container; "
-        "pidfd_getfd: made for a test); GPU: none; 2 warnings"
+        "no pidfd_getfd: seccomp); GPU: none; 2 warnings"
+    )
+    assert line(socket_dir=NO_FOLDER).startswith(
+        "no zero-copy host transport (no unix socket can be made in /run/syncstack; no pidfd_getfd: seccomp); "
     )
     assert line(socket_dir=None, child=child("ok", "none")) == (
         "zero-copy host transport available (by pidfd_getfd only, to an engine in the same PID namespace: "
@@ -246,7 +249,9 @@ def test_notes_pass_whatever_they_note() -> None:
     numa = replace(MEMORY, numa_nodes=(0, 1), numa_allowed=(0,), huge_page_bytes=2 << 20, huge_pages_free=7)
     facts = container(memory=replace(numa, memlock_soft_bytes=None), gpu=gpus(device(mig=("MIG-1", "MIG-2"))))
     assert troubles(facts) == {}
-    assert one(facts, "memory.numa").observed.startswith("2 nodes, 1 allowed; get_mempolicy, set_mempolicy, mbind: den")
+    assert one(facts, "memory.numa").observed.startswith(
+        "nodes: 2, allowed: 1; get_mempolicy, set_mempolicy, mbind: den"
+    )
     assert (
         one(facts, "memory.huge-pages").observed == "reserved: 7 free of 2 MiB; transparent: madvise; for memfds: never"
     )

@@ -71,7 +71,7 @@ def test_the_list() -> None:
     done = run("--list")
     assert done.returncode == 0
     assert [line.split()[0] for line in done.stdout.splitlines()] == [check.id for check in CHECKS]
-    assert "(needs: container, existing socket folder)" in done.stdout
+    assert "(needs: container, usable socket folder)" in done.stdout
 
 
 def test_pre_prints_problems_only(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def _numa(facts: Facts) -> Finding:
     memory = facts.memory
     denied = [name for name in _NUMA_CALLS if facts.syscalls[name].verdict != "ok"]
     nodes = len(memory.numa_nodes)
-    observed = f"{nodes or 'unknown number of'} nodes, {len(memory.numa_allowed) or nodes or 'all'} allowed; "
+    observed = f"nodes: {nodes or 'unknown'}, allowed: {len(memory.numa_allowed) or nodes or 'all'}; "
     observed += f"{', '.join(denied)}: {facts.syscalls[denied[0]].verdict}" if denied else "policy calls: ok"
     if not denied or nodes <= 1:
         return holds(observed)

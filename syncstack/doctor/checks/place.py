@@ -6,7 +6,7 @@ from typing import Final
 
 from syncstack.doctor import ways
 from syncstack.doctor.model import Check, Finding, Remedy, broken, holds
-from syncstack.doctor.needs import CONTAINER, EXISTING_FOLDER, FOLDER, NETWORK
+from syncstack.doctor.needs import CONTAINER, FOLDER, NETWORK, USABLE_FOLDER
 from syncstack.facts import Facts
 
 # An engine listens on one port for control and one for each worker.
@@ -96,7 +96,7 @@ CHECKS: Final = (
         id="socket.shared",
         assertion="the socket folder is a mount that other containers can share",
         severity="warn",
-        needs=(CONTAINER, EXISTING_FOLDER),
+        needs=(CONTAINER, USABLE_FOLDER),
         find=_shared,
     ),
     Check(
