@@ -7,15 +7,20 @@ from importlib import metadata
 
 from syncstack.doctor.checks import CHECKS
 from syncstack.doctor.model import Check, Finding, Outcome, Status, T, hint, skip
+from syncstack.doctor.pair import PAIR_CHECKS, Pair
 from syncstack.doctor.report import Report
 from syncstack.doctor.ways import host_transport
 from syncstack.errors import UsageError
 from syncstack.facts import Facts
 
 
-def select(only: Sequence[str]) -> tuple[Check[Facts], ...]:
-    """Return the checks named in ``only``, all of them for none; ``UsageError`` for an unknown id."""
-    known = {check.id for check in CHECKS}
+def select(only: Sequence[str], *, peer: bool) -> tuple[tuple[Check[Facts], ...], tuple[Check[Pair], ...]]:
+    """Return the checks named in ``only``, all of them for none: of one process, and with ``peer`` of a pair.
+
+    Raises UsageError for an unknown id, and for a pair's without ``peer``.
+    """
+    of_pairs = {check.id for check in PAIR_CHECKS}
+    known = {check.id for check in CHECKS} | of_pairs
     unknown = [name for name in only if name not in known]
     if unknown:
         raise UsageError(
@@ -24,7 +29,15 @@ def select(only: Sequence[str]) -> tuple[Check[Facts], ...]:
             expected="an id from the list",
             next_step="syncstack doctor --list",
         )
-    return tuple(check for check in CHECKS if not only or check.id in only)
+    lonely = [name for name in only if name in of_pairs and not peer]
+    if lonely:
+        raise UsageError(
+            "a check of two processes", observed=", ".join(lonely), next_step="name the engine with --peer"
+        )
+    return (
+        tuple(check for check in CHECKS if not only or check.id in only),
+        tuple(check for check in PAIR_CHECKS if peer and (not only or check.id in only)),
+    )
 
 
 def _outcome(check: Check[T], status: Status, finding: Finding) -> Outcome:

@@ -57,7 +57,12 @@ def _print_all(console: Console, outcomes: Iterable[Outcome], *, verbose: bool) 
 def text(console: Console, report: Report, *, verbose: bool = False, quiet: bool = False) -> None:
     """Print what needs attention (``verbose``: everything), then the summary line (``quiet``: only with a problem)."""
     _print_all(console, report.checks, verbose=verbose)
-    if not quiet or any(outcome.status in _ATTENTION for outcome in report.checks):
+    for peer in report.peers:
+        console.print(Text(_plain(f"{peer.link}: {peer.about}")), soft_wrap=True)
+        _print_all(console, peer.checks, verbose=verbose)
+        for line in (*peer.shared.lines(), peer.choice):
+            console.print(Text(_plain(f"        {line}")), soft_wrap=True)
+    if not quiet or any(outcome.status in _ATTENTION for outcome in report.all_checks()):
         console.print(Text(_plain(report.summary)), soft_wrap=True)
 
 
@@ -87,6 +92,9 @@ def _block(lines: Iterable[str]) -> list[str]:
 def markdown(report: Report) -> str:
     """Return a text to paste into an issue: the summary, the checks, the evidence; identifiers are cut short."""
     lines = [f"**syncstack doctor**: {_code(report.summary)}", "", *_block(report.about()), *_table(report.checks)]
+    for peer in report.peers:
+        lines += [f"**{_plain(peer.link)}**", "", *_block((peer.about, *peer.shared.lines(), peer.choice))]
+        lines += _table(peer.checks)
     whole = "\n".join([*lines, "Evidence:", "", *_block(report.evidence())])
     return _IDENTIFIER.sub(lambda found: f"{found[0][:4]}...", whole)
 

@@ -10,6 +10,43 @@ from syncstack.doctor.model import Outcome
 from syncstack.facts import Facts
 
 
+class Shared(msgspec.Struct, frozen=True, kw_only=True):
+    """What two processes have in common. Namespaces and folder are False on different hosts."""
+
+    host: bool
+    user: bool
+    folder: bool
+    pid: bool
+    ipc: bool
+    net: bool
+    userns: bool
+
+    def lines(self) -> tuple[str, str]:
+        """Return what is shared and what is not, for people."""
+        words = {
+            "host": self.host,
+            "user id": self.user,
+            "socket folder": self.folder,
+            "PID namespace": self.pid,
+            "IPC namespace": self.ipc,
+            "network namespace": self.net,
+            "user namespace": self.userns,
+        }
+        yes, no = ([word for word, shared in words.items() if shared is wanted] for wanted in (True, False))
+        return f"shared: {', '.join(yes) or 'nothing'}", f"not shared: {', '.join(no) or 'nothing'}"
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of an engine, its own checks and those of the link, what is shared with it, and the plan's choice."""
+
+    link: str
+    about: str
+    shared: Shared
+    choice: str
+    checks: tuple[Outcome, ...]
+    facts: Facts
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
@@ -18,6 +55,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     package: str
     checks: tuple[Outcome, ...]
     facts: Facts
+    peers: tuple[Peer, ...] = ()
+
+    def all_checks(self) -> Iterator[Outcome]:
+        """Yield every outcome, of both sides."""
+        yield from self.checks
+        for peer in self.peers:
+            yield from peer.checks
 
     def about(self) -> Iterator[str]:
         """Yield what anybody who reads a report asks first."""

@@ -15,6 +15,7 @@ from syncstack.doctor import remedies, render
 from syncstack.doctor.checks import CHECKS
 from syncstack.doctor.examine import diagnose, examine, exit_code, select, summary
 from syncstack.doctor.model import Check, Finding, Remedy
+from syncstack.doctor.pair import PAIR_CHECKS
 from syncstack.doctor.ways import host_transport
 from syncstack.errors import UsageError
 from syncstack.facts import AllocatorFact, Cause, Facts, Guess, SyscallFact
@@ -216,13 +217,13 @@ def test_a_check_that_crashes_hides_nothing() -> None:
 
 def test_unknown_ids_are_refused() -> None:
     with pytest.raises(UsageError, match="nope"):
-        select(["memory.memfd", "nope"])
-    assert [check.id for check in select(["memory.memfd"])] == ["memory.memfd"]
+        select(["memory.memfd", "nope"], peer=True)
+    assert [check.id for check in select(["memory.memfd"], peer=True)[0]] == ["memory.memfd"]
 
 
 def test_the_page_has_a_section_for_each_check_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
-    ids = [check.id for check in CHECKS]
+    ids = [check.id for check in (*CHECKS, *PAIR_CHECKS)]
     assert re.findall(r"^## (.+)$", page, re.MULTILINE) == ids
     assert re.findall(r'^<a id="(.+)"></a>$', page, re.MULTILINE) == ids
     assert "zero-copy host transport available; GPU: none\n" in page

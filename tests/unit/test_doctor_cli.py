@@ -17,6 +17,7 @@ from rich.console import Console
 from syncstack.doctor import render
 from syncstack.doctor.checks import CHECKS
 from syncstack.doctor.examine import diagnose
+from syncstack.doctor.pair import PAIR_CHECKS
 from syncstack.facts import VisibilityMask
 from tests.unit.doctor_facts import child, container, device, gpus
 
@@ -70,7 +71,7 @@ def test_wrong_use_exits_2() -> None:
 def test_the_list() -> None:
     done = run("--list")
     assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [check.id for check in CHECKS]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [check.id for check in (*CHECKS, *PAIR_CHECKS)]
     assert "(needs: container, usable socket folder)" in done.stdout
 
 
