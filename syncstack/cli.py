@@ -4,27 +4,51 @@ from __future__ import annotations
 
 import logging
 import sys
+from importlib import import_module
+from typing import Any, Final
 
 import typer
+from typer.core import TyperGroup
 
-from syncstack.doctor.cli import doctor
-from syncstack.engines.cli import app as engine_app
 from syncstack.errors import SyncstackError
-from syncstack.facts.cli import facts
-from syncstack.run.cli import run
-from syncstack.seccomp.cli import app as seccomp_app
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Moves a trainer's weights into inference engines inside locked-down containers.",
-)
-app.command()(doctor)
-app.command()(facts)
-app.command()(run)
-app.add_typer(engine_app, name="engine")
-app.add_typer(seccomp_app, name="seccomp")
+# A command's module is imported when it is asked for: `doctor` waits for no HTTP client and no settings model.
+COMMANDS: Final = {
+    "doctor": "syncstack.doctor.cli:doctor",
+    "facts": "syncstack.facts.cli:facts",
+    "run": "syncstack.run.cli:run",
+    "engine": "syncstack.engines.cli:app",
+    "seccomp": "syncstack.seccomp.cli:app",
+}
+
+
+class _Lazy(TyperGroup):
+    """The commands of :data:`COMMANDS`, each a function or a Typer of its own."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # names, for the lists
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - the base class's
+        """Import the command, None for an unknown name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        found = getattr(import_module(module), attribute)
+        holder = typer.Typer()
+        if isinstance(found, typer.Typer):
+            holder.add_typer(found, name=cmd_name)
+        else:
+            holder.command(cmd_name)(found)
+        return typer.main.get_group(holder).commands[cmd_name]
+
+
+app = typer.Typer(cls=_Lazy, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _root() -> None:
+    """Moves a trainer's weights into inference engines inside locked-down containers."""
 
 
 def main() -> None:
