@@ -17,8 +17,9 @@ import msgspec
 import torch
 
 from syncstack.errors import LoadFailed, ProtocolError, SyncstackError
-from syncstack.facts import collect
+from syncstack.facts import collect, say_hello
 from syncstack.refit.messages import ErrorReply, WorkerInfo
+from syncstack.transports import SPOKEN
 from syncstack.transports.endpoint import WorkerEndpoint
 from syncstack.transports.host_fd.receiver import StagedVersion
 from syncstack.weights.manifest import MAX_LISTED, fingerprint
@@ -47,13 +48,21 @@ class EngineWorker:
     def __init__(self, loader: Loader, *, folder: Path, rank: int, link_s: float) -> None:
         self._loader = loader
         self._rank = rank
+        self._folder = folder
         # A load that its caller gave up may still run: the next one waits until it has noticed.
         self._loading = threading.Lock()
         self._endpoint = WorkerEndpoint(folder / f"worker-{rank}.sock", rank=rank, link_s=link_s)
 
     def info(self) -> WorkerInfo:
         """Who this worker is, with its own facts: they decide, not the front end's."""
-        return WorkerInfo(rank=self._rank, socket=self._endpoint.path.name, nonce=PROCESS_NONCE, facts=collect())
+        hello = say_hello(
+            "engine",
+            rank=self._rank,
+            name=self._folder.name,
+            transports=SPOKEN,
+            facts=collect(socket_dir=self._folder.parent),
+        )
+        return WorkerInfo(socket=self._endpoint.path.name, nonce=PROCESS_NONCE, hello=hello)
 
     def call(self, op: str, session: str = "", expect: str = "") -> dict[str, Any]:
         """Run ``info``, ``load``, ``verify`` or ``finish``; a failure comes back as ``{"error": ...}``.

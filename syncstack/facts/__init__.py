@@ -1,7 +1,7 @@
 """What this process can really do: probed, never inferred from flags. Imports no torch."""
 
 from syncstack.facts.collect import collect
-from syncstack.facts.hello import Hello
+from syncstack.facts.hello import Hello, say_hello
 from syncstack.facts.model import (
     AllocatorFact,
     Capabilities,
@@ -40,4 +40,5 @@ __all__ = [
     "Verdict",
     "VisibilityMask",
     "collect",
+    "say_hello",
 ]

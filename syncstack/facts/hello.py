@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import secrets
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from syncstack.facts.collect import collect
 from syncstack.facts.model import Facts
+from syncstack.facts.process import read_text
 
 HELLO_VERSION = 1
+
+Role = Literal["trainer", "engine"]
+Memory = Literal["host", "cuda-plain", "cuda-expandable"]
+Reach = Literal["unix", "tcp"]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +35,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = HELLO_VERSION
     package: str
-    role: Literal["trainer", "engine"]
+    role: Role
     rank: int = 0
     name: str = ""
     nonce: str
@@ -31,7 +43,43 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     start_ticks: int
     torch: str = ""
     device: str = ""
-    memory: Literal["host", "cuda-plain", "cuda-expandable"] = "host"
+    memory: Memory = "host"
     transports: tuple[str, ...] = ()
-    reachable: tuple[Literal["unix", "tcp"], ...] = ()
+    reachable: tuple[Reach, ...] = ()
     facts: Facts
+
+
+@functools.lru_cache(maxsize=1)
+def _nonce(pid: int) -> str:
+    """One for each life of a process: a forked child has another ``pid``."""
+    del pid
+    return secrets.token_hex(16)
+
+
+def say_hello(
+    role: Role,
+    *,
+    rank: int = 0,
+    name: str = "",
+    device: str = "",
+    memory: Memory = "host",
+    transports: Sequence[str] = (),
+    reachable: Sequence[Reach] = (),
+    facts: Facts | None = None,
+) -> Hello:
+    """This process's hello. Without ``facts`` they are collected now."""
+    stat = read_text(Path("/proc/self/stat")).rpartition(")")[2].split()
+    return Hello(
+        package=metadata.version("syncstack"),
+        role=role,
+        rank=rank,
+        name=name,
+        nonce=_nonce(os.getpid()),
+        pid=os.getpid(),
+        start_ticks=int(stat[19]) if len(stat) > 19 else 0,  # field 22; the name before it may hold anything
+        device=device,
+        memory=memory,
+        transports=tuple(transports),
+        reachable=tuple(reachable),
+        facts=collect() if facts is None else facts,
+    )

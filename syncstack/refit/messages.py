@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from syncstack import errors
 from syncstack.errors import EngineError, SyncstackError
-from syncstack.facts import Facts
+from syncstack.facts import Hello
 from syncstack.refit.state import StateReport
 from syncstack.settings import PauseMode
 from syncstack.weights.meta import ParamMeta
@@ -20,12 +20,19 @@ Session = Annotated[str, Meta(min_length=8, max_length=64)]
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker (TP rank) of an engine. ``socket`` is the file name of its data socket beside the control socket."""
+    """One worker (TP rank) of an engine.
 
-    rank: int
+    ``socket`` is the file name of its data socket beside the control socket, ``nonce`` what it says on its data links.
+    """
+
     socket: str
     nonce: str
-    facts: Facts
+    hello: Hello
+
+    @property
+    def rank(self) -> int:
+        """Its rank among the engine's workers."""
+        return self.hello.rank
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
