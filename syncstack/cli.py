@@ -10,6 +10,7 @@ import typer
 from syncstack.doctor.cli import doctor
 from syncstack.engines.cli import app as engine_app
 from syncstack.errors import SyncstackError
+from syncstack.plan.cli import plan
 from syncstack.run.cli import run
 from syncstack.seccomp.cli import app as seccomp_app
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     help="Moves a trainer's weights into inference engines inside locked-down containers.",
 )
 app.command()(doctor)
+app.command()(plan)
 app.command()(run)
 app.add_typer(engine_app, name="engine")
 app.add_typer(seccomp_app, name="seccomp")
