@@ -82,6 +82,8 @@ def explain(sender: Hello, receiver: Hello, policy: Policy) -> tuple[Row, ...]:
     rows = []
     for name in policy.transports:
         lacks = descriptors.unmet(NEEDS[name], sender, receiver)
+        if any(lack.need == _HANDED_OVER.name for lack in lacks):
+            lacks = (*lacks, *descriptors.more_gates(sender, receiver))
         if name in refused:
             lacks = (*lacks, Unmet(need="a trial that passes", reason=f"a trial refused it: {refused[name]}"))
         rows.append(Row(transport=name, unmet=lacks))
@@ -147,7 +149,7 @@ def _told(reasons: Mapping[str, str]) -> str:
 def _forbidden(best: str, fallback: str, reasons: Mapping[str, str]) -> PlanError:
     return PlanError(
         f"the best transport that this hardware admits, {best}, cannot be used: {_told(reasons)}",
-        consequence=f"strict mode forbids the next one, {fallback}",
+        consequence=f"Strict mode forbids the next one, {fallback}",
         next_step=f"remove what stands before {best}; or set SYNCSTACK_TRANSPORT={fallback}, or SYNCSTACK_STRICT=false",
     )
 

@@ -11,7 +11,6 @@ from syncstack.plan.model import FdWay, Need, Unmet
 from syncstack.plan.needs import (
     common_folder,
     reached,
-    same_host,
     same_namespace,
     same_network,
     same_sandbox,
@@ -39,7 +38,7 @@ ADVICE: dict[Cause, str] = {
     "bad-descriptor": "the call is allowed; the descriptor's number was wrong",
     "unknown": "run `syncstack doctor` in the engine",
 }
-"""For each cause, the least that helps. A shared folder helps against all of them, and is said once, by no_way."""
+"""For each cause, the least that helps. A shared folder helps against all of them."""
 
 YAMA: dict[int, str] = {
     1: "only a process that the trainer names may look into it: let the trainer call prctl(PR_SET_PTRACER)",
@@ -170,8 +169,8 @@ def _talk(sender: Hello, receiver: Hello) -> str | None:
     return "the trainer has no way to tell the engine which descriptor to fetch: neither has reached the other over TCP"
 
 
+# On one host, which whoever wants a descriptor needs anyway.
 PIDFD: tuple[Need, ...] = (
-    Need("one host", same_host, hardware=True),
     Need("one side of a sandbox", same_sandbox),
     Need("one PID namespace", _pid_namespace),
     Need("pidfd_open and pidfd_getfd in the engine", _calls),
@@ -211,7 +210,10 @@ def no_way(sender: Hello, receiver: Hello) -> str | None:
     scm, pidfd = unmet(SCM, sender, receiver)[0].reason, unmet(PIDFD, sender, receiver)[0].reason
     if scm == pidfd:
         return scm
-    return (
-        f"no descriptor can be handed over. By a unix socket: {scm}. By pidfd_getfd: {pidfd}. "
-        "Simplest: one volume at SYNCSTACK_SOCKET_DIR in both containers, and one user"
-    )
+    return f"no descriptor can be handed over. By a unix socket: {scm}. By pidfd_getfd: {pidfd}"
+
+
+def more_gates(sender: Hello, receiver: Hello) -> tuple[Unmet, ...]:
+    """What else stands before pidfd_getfd, after the first thing that ``no_way`` tells."""
+    rest = unmet(PIDFD, sender, receiver)[1:]
+    return tuple(Unmet(need=f"for pidfd_getfd, {lack.need}", reason=lack.reason) for lack in rest)

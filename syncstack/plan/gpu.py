@@ -34,13 +34,8 @@ def _unasked(facts: Facts) -> str | None:
 
 def weights_on_gpu(sender: Hello, receiver: Hello) -> str | None:
     """The weights lie in GPU memory on both sides, of a GPU that is named."""
-    reasons = []
-    for name, hello in sides(sender, receiver):
-        if hello.memory == "host":
-            reasons.append(f"the {name} named no GPU that holds its weights: they lie in host memory")
-        elif not hello.device:
-            reasons.append(f"the {name}'s weights lie in GPU memory, but it did not say of which GPU")
-    return "; ".join(reasons) or None
+    missing = [name for name, hello in sides(sender, receiver) if hello.memory == "host" or not hello.device]
+    return f"{on(missing)} named no GPU memory that holds the weights" if missing else None
 
 
 def visible(facts: Facts) -> tuple[str, ...]:

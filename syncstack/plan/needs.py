@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from syncstack.facts import Facts, FolderFact, Hello
 
+_MOUNT = "mount one volume at SYNCSTACK_SOCKET_DIR in both"
+
 
 def sides(sender: Hello, receiver: Hello) -> tuple[tuple[str, Hello], tuple[str, Hello]]:
     """Both sides with the names that the user knows them by."""
@@ -33,7 +35,10 @@ def in_build(transport: str) -> Callable[[Hello, Hello], str | None]:
 
     def find(sender: Hello, receiver: Hello) -> str | None:
         mute = [(name, hello) for name, hello in sides(sender, receiver) if transport not in hello.transports]
-        return " and ".join(f"not in this build of the {name} ({hello.package})" for name, hello in mute) or None
+        builds = {hello.package for _, hello in mute}
+        if len(builds) > 1:
+            return "not in these builds: " + ", ".join(f"{name} {hello.package}" for name, hello in mute)
+        return f"not in this build of {on([name for name, _ in mute])} ({builds.pop()})" if mute else None
 
     return find
 
@@ -103,12 +108,12 @@ def common_folder(sender: Hello, receiver: Hello) -> str | None:
 def _folders(sender: Hello, receiver: Hello) -> str | None:
     lacking = each(sender, receiver, _no_folder)
     if lacking is not None:
-        return f"they share no folder: {lacking}"
+        return f"they share no folder: {lacking}; {_MOUNT}"
     ours, theirs = sender.facts.socket_dir, receiver.facts.socket_dir
     assert ours is not None
     assert theirs is not None
     if (ours.device, ours.inode) != (theirs.device, theirs.inode):
-        return f"they share no folder: {_place('trainer', ours)}, {_place('engine', theirs)}; mount one volume in both"
+        return f"they share no folder: {_place('trainer', ours)}, {_place('engine', theirs)}; {_MOUNT}"
     return same_user(sender, receiver)
 
 

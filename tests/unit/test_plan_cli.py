@@ -67,6 +67,7 @@ def test_everything_that_is_lacking_is_shown_not_only_the_first(run: Run) -> Non
     assert code == 1
     host = out[out.index("no      host_fd") : out.index("no      collective")]
     assert "needs a way for descriptors: no descriptor can be handed over. By a unix socket: they share no" in host
+    assert "needs for pidfd_getfd, a way to talk: the trainer has no way to tell the engine which descriptor" in host
     assert "needs a memfd: the trainer cannot make a memfd" in host
     assert out.splitlines()[-1].startswith("no transport can serve this link: cuda_fd: no GPU")
 

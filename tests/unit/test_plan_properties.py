@@ -103,7 +103,7 @@ def attempt(pair: Pair, policy: Policy | None = None) -> Choice | str:
 
 
 @given(pairs(), POLICIES, st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_same_answer_on_both_sides(pair: Pair, policy: Policy, strict: bool) -> None:
     """Each side has its own hello as an object and the other's as it came over the wire."""
     policy = msgspec.structs.replace(policy, strict=strict)
@@ -230,7 +230,7 @@ def usable(name: str, pair: Pair) -> bool:
 
 
 @given(pairs(), POLICIES)
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 def test_never_a_transport_whose_needs_are_unmet_and_always_the_first_whose_needs_are_met(
     pair: Pair, policy: Policy
 ) -> None:
@@ -299,13 +299,13 @@ def rank(pair: Pair, policy: Policy) -> int:
 
 
 @given(pairs(), POLICIES, st.sampled_from(MORE))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 def test_a_capability_more_never_makes_the_choice_worse(pair: Pair, policy: Policy, more: Edit) -> None:
     assert rank(tried(more, pair), policy) <= rank(pair, policy)
 
 
 @given(st.lists(pairs(), min_size=1, max_size=3), POLICIES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_all_links_take_the_first_transport_that_suits_them_all(links: list[Pair], policy: Policy) -> None:
     wanted = next((name for name in policy.transports if all(usable(name, pair) for pair in links)), None)
     named = {f"link {index}": pair for index, pair in enumerate(links)}
@@ -344,7 +344,7 @@ def admitted(name: str, pair: Pair) -> bool:
 
 
 @given(pairs(), POLICIES)
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 def test_strict_never_returns_a_fallback(pair: Pair, policy: Policy) -> None:
     strict = attempt(pair, msgspec.structs.replace(policy, strict=True))
     best = next((name for name in policy.transports if admitted(name, pair)), None)
