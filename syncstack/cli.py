@@ -16,6 +16,7 @@ from syncstack.errors import SyncstackError
 COMMANDS: Final = {
     "doctor": "syncstack.doctor.cli:doctor",
     "facts": "syncstack.facts.cli:facts",
+    "plan": "syncstack.plan.cli:plan",
     "run": "syncstack.run.cli:run",
     "engine": "syncstack.engines.cli:app",
     "seccomp": "syncstack.seccomp.cli:app",

@@ -39,6 +39,10 @@ class Settings(BaseSettings):
     """Name of the seccomp profile the container was started with. Only reported; the facts are probed."""
     transport: str = "auto"
     """``auto``, or transport names in order of preference, separated by commas."""
+    strict: bool = False
+    """Refuse a refit rather than fall back from the best transport that the hardware of both sides admits."""
+    distinct_gpus: bool = True
+    """Refuse a refit into workers that hold the same GPU, or of which only some hold one."""
     wire_dtype: Literal["checkpoint", "engine"] = "engine"
     """Dtype of floating-point weights on the way, chosen by the engine's side: the one it computes in, or that of its
     model folder (half the bytes for a float32 engine, but a trainer's small steps are rounded away)."""

@@ -17,14 +17,14 @@ import torch
 
 from syncstack.engines.listen import Listen
 from syncstack.errors import LoadFailed, ProtocolError, SyncstackError
-from syncstack.facts import collect
+from syncstack.facts import collect, say_hello
 from syncstack.refit.messages import ErrorReply, WorkerInfo
 from syncstack.settings import Settings
+from syncstack.transports import SPOKEN
 from syncstack.transports.endpoint import WorkerEndpoint
 from syncstack.transports.host_fd.receiver import StagedVersion
 from syncstack.weights.manifest import MAX_LISTED, fingerprint
 from syncstack.wire import tcp
-from syncstack.wire.link import PROCESS_NONCE
 
 
 class Loader(Protocol):
@@ -50,9 +50,11 @@ class EngineWorker:
         """Open the data sockets that ``settings.listen`` asks for; raises SettingsError or UsageError if it cannot."""
         self._loader = loader
         self._rank = rank
+        self._name = settings.engine_name
         # A load that its caller gave up may still run: the next one waits until it has noticed.
         self._loading = threading.Lock()
         listen = Listen.of(settings)
+        self._folder = listen.folder
         address = listen.worker(rank)
         self._endpoint = WorkerEndpoint(
             None if listen.folder is None else listen.folder / f"worker-{rank}.sock",
@@ -64,14 +66,16 @@ class EngineWorker:
 
     def info(self) -> WorkerInfo:
         """Who this worker is, with its own facts: they decide, not the front end's."""
-        path = self._endpoint.path
-        return WorkerInfo(
+        folder, path = self._folder, self._endpoint.path
+        hello = say_hello(
+            "engine",
             rank=self._rank,
-            socket="" if path is None else path.name,
-            port=self._endpoint.port,
-            nonce=PROCESS_NONCE,
-            facts=collect(),
+            name=self._name,
+            transports=SPOKEN,
+            # Without a socket in it, a folder that both mount is no way for descriptors.
+            facts=collect(socket_dir=None if folder is None else folder.parent),
         )
+        return WorkerInfo(socket="" if path is None else path.name, port=self._endpoint.port, hello=hello)
 
     def call(self, op: str, session: str = "", expect: str = "") -> dict[str, Any]:
         """Run ``info``, ``load``, ``verify`` or ``finish``; a failure comes back as ``{"error": ...}``.

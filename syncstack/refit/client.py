@@ -189,11 +189,11 @@ class EngineClient:
                 link = self._dial.link(worker, rank=rank, deadline=deadline)
                 links.append(link)
                 peer = greet(link, role="trainer", rank=rank, deadline=deadline)
-                if peer.nonce != worker.nonce or peer.rank != worker.rank:
+                if peer.nonce != worker.hello.nonce or peer.rank != worker.rank:
                     raise LinkRefused(
                         f"another process answers for {self.name}'s worker {worker.rank}",
                         observed=f"rank {peer.rank}, {peer.nonce}",
-                        expected=f"rank {worker.rank}, {worker.nonce}",
+                        expected=f"rank {worker.rank}, {worker.hello.nonce}",
                         next_step="connect to the engine anew: it was restarted",
                     )
         except BaseException:

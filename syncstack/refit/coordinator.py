@@ -15,11 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self, TypeVar
 
-from syncstack.errors import DeadlineExceeded, EngineUnreachable, LinkLost, RefitFailed, SyncstackError, UsageError
-from syncstack.facts import Facts, collect
-from syncstack.plan import Choice, choose
+from syncstack.errors import (
+    DeadlineExceeded,
+    EngineUnreachable,
+    LinkLost,
+    PlanError,
+    RefitFailed,
+    SyncstackError,
+    UsageError,
+)
+from syncstack.plan import Choice
 from syncstack.refit.client import EngineClient, Lease
 from syncstack.refit.messages import StepRequest
+from syncstack.refit.planning import plan, policy, trainer_hello
 from syncstack.refit.report import RefitReport
 from syncstack.settings import Settings
 from syncstack.threads import in_thread
@@ -74,8 +82,10 @@ class Coordinator:
         self._settings = settings
         self._rank = rank
         self._targets = [_Target(client) for client in engines]
+        self._planned = False
         self._sender = HostFdSender(bucket_bytes=settings.bucket_bytes)
-        self.facts: Facts = collect()
+        self._policy = policy(settings)
+        self.hello = trainer_hello(settings, rank)
 
     def refit(self, version: int) -> list[RefitReport]:
         """Move the source's weights into every engine as ``version``; blocks until they serve it.
@@ -88,7 +98,7 @@ class Coordinator:
             self._run(refit)
         except BaseException as error:
             state = self._give_up(refit, error)
-            if isinstance(error, UsageError) or not isinstance(error, SyncstackError):
+            if isinstance(error, UsageError | PlanError) or not isinstance(error, SyncstackError):
                 raise
             raise RefitFailed(
                 f"refit of version {version} failed in {refit.phase}: {error}",
@@ -114,18 +124,21 @@ class Coordinator:
             self._step(refit, name, deadline_s=settings.control_s)
 
     def _connect(self) -> None:
-        """Make sure that every engine is the one we know and that its links are up; plan each link once."""
-        for target in self._targets:
-            if target.links and not target.lost():
-                continue
+        """Make sure that every engine is the one we know and that its links are up; plan anew if one is not."""
+        new = [target for target in self._targets if not target.links or target.lost()]
+        self._planned = self._planned and not new
+        for target in new:
             target.drop_links()
             target.client.renew()  # it may be another process by now
             target.links = target.client.open_links(self._rank)
-            known = target.choice
-            for worker in target.client.info.workers:
-                target.choice = choose(self.facts, worker.facts, policy=self._settings.transport)
-            if target.choice != known and target.choice is not None:
-                log.info("%s", target.choice.line(target.client.name))
+        if self._planned:
+            return
+        engines = [(target.client.info, target.client.way) for target in self._targets]
+        for target, (choice, *_) in zip(self._targets, plan(self.hello, engines, self._policy), strict=True):
+            if choice != target.choice:
+                log.info("%s", choice.line(target.client.name))
+            target.choice = choice
+        self._planned = True
 
     def _resolve(self) -> tuple[Wanted, ...]:
         metadata, aliases = self._source.metadata(), self._source.aliases()

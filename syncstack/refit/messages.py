@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from syncstack import errors
 from syncstack.errors import EngineError, SyncstackError
-from syncstack.facts import Facts
+from syncstack.facts import Hello
 from syncstack.refit.state import StateReport
 from syncstack.settings import PauseMode
 from syncstack.weights.meta import ParamMeta
@@ -26,11 +26,14 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     port of its data link at the host of the control endpoint, 0 where there is none.
     """
 
-    rank: int
     socket: str = ""
     port: int = 0
-    nonce: str
-    facts: Facts
+    hello: Hello
+
+    @property
+    def rank(self) -> int:
+        """Its rank among the engine's workers."""
+        return self.hello.rank
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

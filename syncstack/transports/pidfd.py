@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from syncstack.errors import HandleRefused, TransportError
-from syncstack.facts.process import read_text
+from syncstack.facts.process import life, read_text
 
 _SYS_PIDFD_GETFD = 438  # on every architecture: it is newer than the common table
 _PR_GET_DUMPABLE = 3
@@ -67,9 +67,9 @@ def _own_numbers() -> Process:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat; None without such a process. The name before it may hold spaces and brackets."""
-    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    return int(fields[19]) if len(fields) > 19 else None
+    """When a process started; None without such a process."""
+    found = life(pid)
+    return None if found is None else found[1]
 
 
 def take(process: Process, fd: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import contextlib
 import os
-import secrets
 import select
 import socket
 import struct
@@ -22,6 +21,7 @@ from typing import Any, Self
 import msgspec
 
 from syncstack.errors import DeadlineExceeded, LinkLost, LinkRefused, ProtocolError
+from syncstack.facts import process_nonce
 from syncstack.wire.messages import PROTOCOL_VERSION, Fault, LinkHello, Message
 
 _HEADER = struct.Struct("!2sHI")
@@ -33,9 +33,6 @@ MAX_FDS = 16
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-PROCESS_NONCE = secrets.token_hex(16)
-"""Names this process on every link. A forked child must not use its parent's links, so sharing it does no harm."""
 
 
 class Link:
@@ -191,7 +188,7 @@ def close_fds(fds: Sequence[int]) -> None:
 
 def greet(link: Link, *, role: str, rank: int, deadline: float) -> LinkHello:
     """Exchange hellos; returns the peer's and remembers it in ``link.peer``. Both sides call it first."""
-    link.send(LinkHello(role=role, rank=rank, nonce=PROCESS_NONCE), deadline=deadline)
+    link.send(LinkHello(role=role, rank=rank, nonce=process_nonce()), deadline=deadline)
     message, fds = link.receive(deadline=deadline)
     close_fds(fds)
     expected = "worker" if role == "trainer" else "trainer"

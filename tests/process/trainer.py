@@ -35,7 +35,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     engine = EngineClient.connect(address, settings=settings)
     with Coordinator(source=ModuleSource(model), engines=[engine], settings=settings) as coordinator:
-        print(json.dumps({"ready": True, "pidfd_getfd": coordinator.facts.pidfd_getfd.verdict}), flush=True)
+        print(json.dumps({"ready": True, "pidfd_getfd": coordinator.hello.facts.pidfd_getfd.verdict}), flush=True)
         for version in range(1, num_refits + 1):
             with torch.no_grad():
                 for parameter in model.parameters():

@@ -158,7 +158,7 @@ def engine(folder: Path, workers: tuple[Hello, ...], body: bytes | None = None) 
     info = EngineInfo(
         protocol=PROTOCOL_VERSION, name="engine-0", kind="stub", kind_version="1", model="m", dtype="float32",
         tensors=(ParamMeta(name="w", dtype="float32", shape=(1024, 256)),),
-        workers=tuple(WorkerInfo(socket=f"w{i}.sock", nonce="n" * 32, hello=one) for i, one in enumerate(workers)),
+        workers=tuple(WorkerInfo(socket=f"w{i}.sock", hello=one) for i, one in enumerate(workers)),
         heartbeat_s=0.5, state=state,
     )  # fmt: skip
 

@@ -1,0 +1,51 @@
+"""The plan of a whole refit: one transport over all links, told once for each engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from syncstack.errors import UsageError
+from syncstack.facts import Hello, collect, say_hello
+from syncstack.plan import Choice, Policy, check_devices, choose_common
+from syncstack.refit.dial import Way
+from syncstack.refit.messages import EngineInfo
+from syncstack.settings import Settings
+from syncstack.transports import SPOKEN
+
+
+def policy(settings: Settings) -> Policy:
+    """The settings' part of the plan. Raises SettingsError for an unknown transport."""
+    return Policy.of(settings.transport, strict=settings.strict, distinct_gpus=settings.distinct_gpus)
+
+
+def trainer_hello(settings: Settings, rank: int) -> Hello:
+    """What this trainer rank says of itself."""
+    return say_hello("trainer", rank=rank, transports=SPOKEN, facts=collect(socket_dir=settings.socket_dir))
+
+
+def plan(sender: Hello, engines: Sequence[tuple[EngineInfo, Way]], wanted: Policy) -> list[list[Choice]]:
+    """For each engine, in order, the choice for each of its workers; all of one transport.
+
+    With each engine goes the way by which it was reached. The same from any order of engines, and on every rank whose
+    hello says the same. Raises PlanError, and UsageError for two engines of one name: every report would mix them up.
+    """
+    links: dict[str, tuple[Hello, Hello]] = {}
+    for info, way in engines:
+        ours = msgspec.structs.replace(sender, reachable=(way,))
+        links.update({_link(info, index): (ours, worker.hello) for index, worker in enumerate(info.workers)})
+    if len(links) < sum(len(info.workers) for info, _ in engines):
+        raise UsageError(
+            "two engines of one refit have the same name",
+            observed=", ".join(sorted(info.name for info, _ in engines)),
+            next_step="start each with a --name of its own",
+        )
+    if wanted.distinct_gpus:
+        check_devices({name: receiver for name, (_, receiver) in links.items()})
+    choices = choose_common(links, wanted)
+    return [[choices[_link(info, index)] for index in range(len(info.workers))] for info, _ in engines]
+
+
+def _link(info: EngineInfo, index: int) -> str:
+    return f"{info.name} worker {info.workers[index].rank}"
