@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import stat
 from pathlib import Path
 
 from syncstack.facts.model import FolderFact
@@ -42,13 +43,18 @@ def _try_socket(path: Path) -> str:
 
 def probe_folder(path: Path, *, mountinfo: str | None = None) -> FolderFact:
     """Return the facts of one folder. Leaves nothing behind in it."""
-    if not path.is_dir():
-        what = "is not a folder" if path.exists() else "does not exist"
+    try:
+        mode = path.stat()
+        what = "" if stat.S_ISDIR(mode.st_mode) else "is not a folder"
+    except FileNotFoundError:
+        what = "does not exist"
+    except OSError as error:  # a folder above it may not be entered
+        what = f"cannot be looked at: {error.strerror}"
+    if what:
         return FolderFact(path=str(path), exists=False, writable=False, mounted=False, evidence=f"{path} {what}")
     text = read_text(Path("/proc/self/mountinfo")) if mountinfo is None else mountinfo
     point, kind = mount_point(path.resolve(), text)
     refusal = _try_socket(path)
-    mode = path.stat()
     evidence = f"{path} lies on the mount {point} ({kind or 'unknown'}), mode {mode.st_mode & 0o7777:04o}, "
     evidence += f"owner {mode.st_uid}:{mode.st_gid}; bind of a unix socket: {refusal or 'ok'}"
     return FolderFact(

@@ -185,3 +185,19 @@ def test_namespaces_tell_who_shares_what() -> None:
         (each.name, each.up, each.loopback, each.ipv4) for each in there.network.interfaces if each.name == "lo"
     ] == [("lo", False, True, ())]
     assert len(there.network.interfaces) <= len(here.network.interfaces)
+
+
+@alone
+def test_a_socket_folder_below_one_that_may_not_be_entered_is_a_fact_and_no_crash(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    tmp_path.chmod(0o700)
+
+    def inside() -> Any:
+        os.setuid(NOBODY)
+        return msgspec.to_builtins(collect(socket_dir=folder))
+
+    fact = msgspec.convert(kernel.in_child(inside), Facts).socket_dir
+    assert fact is not None
+    assert not fact.exists and not fact.writable
+    assert fact.evidence == f"{folder} cannot be looked at: Permission denied"
