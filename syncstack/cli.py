@@ -17,6 +17,7 @@ COMMANDS: Final = {
     "doctor": "syncstack.doctor.cli:doctor",
     "facts": "syncstack.facts.cli:facts",
     "plan": "syncstack.plan.cli:plan",
+    "probe": "syncstack.refit.probe:probe",
     "run": "syncstack.run.cli:run",
     "engine": "syncstack.engines.cli:app",
     "seccomp": "syncstack.seccomp.cli:app",

@@ -16,6 +16,7 @@
     |   `-- ProtocolError          bytes that are not the protocol: bad frame, type, length, version
     |-- TransportError             moving or mapping bytes failed
     |   |-- HandleRefused          the peer's memory cannot be opened here; the text names the gate
+    |   |-- PathTooSlow            strict: a transport is at less than half of what its trial measured
     |   `-- DigestMismatch         what arrived is not what was sent
     |-- EngineError                the engine's side of the transaction
     |   |-- EngineUnreachable      no answer within the deadline, or the connection ended
@@ -120,6 +121,10 @@ class TransportError(SyncstackError):
 
 class HandleRefused(TransportError):
     """The peer's memory cannot be opened by this process. The text names what forbids it, and never only an errno."""
+
+
+class PathTooSlow(TransportError):
+    """A transport is much slower than its trial was, and strict mode forbids that."""
 
 
 class DigestMismatch(TransportError):

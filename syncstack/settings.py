@@ -40,7 +40,8 @@ class Settings(BaseSettings):
     transport: str = "auto"
     """``auto``, or transport names in order of preference, separated by commas."""
     strict: bool = False
-    """Refuse a refit rather than fall back from the best transport that the hardware of both sides admits."""
+    """Refuse a refit rather than fall back from the best transport that the hardware of both sides admits, or than move
+    at less than half of the rate that a trial measured."""
     distinct_gpus: bool = True
     """Refuse a refit into workers that hold the same GPU, or of which only some hold one."""
     wire_dtype: Literal["checkpoint", "engine"] = "engine"

@@ -1,4 +1,4 @@
-"""How much memory the cgroups of this process still give, version 1 and 2, over all groups from its own to the top."""
+"""What the cgroups of this process still give, version 1 and 2, over all groups from its own to the top."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ class CgroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str = "no cgroup memory limit to be read"
 
 
-def _own_group(cgroup: str) -> tuple[Literal["v1", "v2"], str]:
-    """Return (version, path) of the group that counts this process's memory, from the text of /proc/self/cgroup."""
+def _own_group(cgroup: str, controller: str) -> tuple[Literal["v1", "v2"], str]:
+    """Return (version, path) of the group by which ``controller`` bounds us, from the text of /proc/self/cgroup."""
     v2 = "/"
     for line in cgroup.splitlines():
         _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
+        if controller in controllers.split(","):
             return "v1", path
         if not controllers:
             v2 = path
     return "v2", v2
 
 
-def _mount(mountinfo: str, version: str) -> tuple[str, str]:
-    """Return (mount point, the group that is mounted there) of the memory hierarchy."""
+def _mount(mountinfo: str, version: str, controller: str) -> tuple[str, str]:
+    """Return (mount point, the group that is mounted there) of the controller's hierarchy."""
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
         fields, kind = left.split(), right.split()
         if len(fields) < 5 or len(kind) < 3:
             continue
-        if kind[0] == "cgroup2" if version == "v2" else kind[0] == "cgroup" and "memory" in kind[2].split(","):
+        if kind[0] == "cgroup2" if version == "v2" else kind[0] == "cgroup" and controller in kind[2].split(","):
             return fields[4], fields[3]
-    return ("/sys/fs/cgroup", "/") if version == "v2" else ("/sys/fs/cgroup/memory", "/")
+    return ("/sys/fs/cgroup", "/") if version == "v2" else (f"/sys/fs/cgroup/{controller}", "/")
 
 
-def _folders(root: Path, version: str, path: str) -> Iterator[Path]:
+def _folders(root: Path, version: str, path: str, controller: str) -> Iterator[Path]:
     """Yield the folders of the group and of those above it, as far as they are mounted here."""
-    point, mounted = _mount(read_text(root / "proc/self/mountinfo"), version)
+    point, mounted = _mount(read_text(root / "proc/self/mountinfo"), version, controller)
     base, group = root / point.lstrip("/"), PurePosixPath(path)
     # In a container the path may be the host's, with the container's own group mounted at the top.
     inner = group.relative_to(mounted) if group.is_relative_to(mounted) else PurePosixPath()
@@ -76,17 +76,18 @@ def _folders(root: Path, version: str, path: str) -> Iterator[Path]:
     yield base
 
 
-def _cache_bytes(folder: Path, name: str) -> int:
-    pairs = (line.split() for line in read_text(folder / "memory.stat").splitlines())
+def _value(file: Path, name: str) -> int:
+    """Return the number beside ``name`` in a file of names and numbers, 0 where there is none."""
+    pairs = (line.split() for line in read_text(file).splitlines())
     return next((int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] == name), 0)
 
 
 def cgroup(root: Path = Path("/")) -> CgroupMemory:
     """Return what the groups of this process allow; files are read below ``root``."""
-    version, path = _own_group(read_text(root / "proc/self/cgroup"))
+    version, path = _own_group(read_text(root / "proc/self/cgroup"), "memory")
     names = _NAMES[version]
     found = CgroupMemory()
-    for folder in _folders(root, version, path):
+    for folder in _folders(root, version, path, "memory"):
         text, usage = read_text(folder / names.limit), read_text(folder / names.usage)
         if not text or not usage.isdigit():
             continue  # the top of v2 has no limit
@@ -95,7 +96,7 @@ def cgroup(root: Path = Path("/")) -> CgroupMemory:
                 found = CgroupMemory(version=version, evidence=f"{folder / names.limit}: {text}")
             continue
         limit = int(text)
-        headroom = max(0, limit - int(usage) + _cache_bytes(folder, names.cache))
+        headroom = max(0, limit - int(usage) + _value(folder / "memory.stat", names.cache))
         tighter = found.limit is None or limit < found.limit
         found = CgroupMemory(
             version=version,
@@ -104,3 +105,10 @@ def cgroup(root: Path = Path("/")) -> CgroupMemory:
             evidence=f"{folder / names.limit}: {text}" if tighter else found.evidence,
         )
     return found
+
+
+def throttled_s(root: Path = Path("/")) -> float:
+    """Return for how many seconds, ever, a CPU limit kept this process's group waiting; 0.0 where that is not told."""
+    version, path = _own_group(read_text(root / "proc/self/cgroup"), "cpu")
+    name, unit = ("throttled_usec", 1e6) if version == "v2" else ("throttled_time", 1e9)
+    return max(_value(folder / "cpu.stat", name) / unit for folder in _folders(root, version, path, "cpu"))

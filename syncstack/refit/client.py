@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import TypeVar
 
 import httpx
@@ -19,7 +20,8 @@ from syncstack.errors import (
     ProtocolError,
     SyncstackError,
 )
-from syncstack.refit.dial import Dial, Way, dial
+from syncstack.plan import Choice
+from syncstack.refit.dial import Dial, UnixDial, Way, dial
 from syncstack.refit.messages import BeginRequest, EngineInfo, ErrorReply, LeaseLine, StepReply, StepRequest
 from syncstack.refit.state import StateReport
 from syncstack.settings import Settings
@@ -180,13 +182,13 @@ class EngineClient:
         """One step of the transaction; blocks until the engine has done it."""
         return self._call("POST", f"/{name}", StepReply, body=request, deadline_s=deadline_s)
 
-    def open_links(self, rank: int) -> list[Link]:
-        """A data link to every worker, in rank order."""
+    def open_links(self, rank: int, choices: Sequence[Choice]) -> list[Link]:
+        """A data link to every worker, in rank order; ``choices`` says how each worker's descriptors travel."""
         links: list[Link] = []
         try:
-            for worker in self.info.workers:
+            for worker, choice in zip(self.info.workers, choices, strict=True):
                 deadline = time.monotonic() + self._settings.link_s
-                link = self._dial.link(worker, rank=rank, deadline=deadline)
+                link = self._way(choice).link(worker, rank=rank, deadline=deadline)
                 links.append(link)
                 peer = greet(link, role="trainer", rank=rank, deadline=deadline)
                 if peer.nonce != worker.hello.nonce or peer.rank != worker.rank:
@@ -201,6 +203,12 @@ class EngineClient:
                 link.close()
             raise
         return links
+
+    def _way(self, choice: Choice) -> Dial:
+        """A descriptor in a message needs a unix socket, however the engine was reached."""
+        if choice.fd == "scm" and self._dial.way != "unix":
+            return UnixDial(self._settings.socket_dir / self.name)
+        return self._dial
 
     def reset(self) -> None:
         """Drop every connection. A call that another thread has in flight ends at its own deadline at the latest."""

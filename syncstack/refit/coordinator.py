@@ -9,33 +9,35 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
 from syncstack.errors import (
     DeadlineExceeded,
     EngineUnreachable,
     LinkLost,
+    PathTooSlow,
     PlanError,
     RefitFailed,
     SyncstackError,
     UsageError,
 )
-from syncstack.plan import Choice
-from syncstack.refit.client import EngineClient, Lease
+from syncstack.facts import Hello
+from syncstack.facts.cgroup import throttled_s
+from syncstack.refit.agreement import Agreement
+from syncstack.refit.client import EngineClient
 from syncstack.refit.messages import StepRequest
-from syncstack.refit.planning import plan, policy, trainer_hello
+from syncstack.refit.metrics import metrics
+from syncstack.refit.pace import ClockedSource, Stage, expected, why_slow
+from syncstack.refit.progress import Progress
 from syncstack.refit.report import RefitReport
+from syncstack.refit.target import Target
 from syncstack.settings import Settings
 from syncstack.threads import in_thread
-from syncstack.transports.host_fd.sender import HostFdSender
-from syncstack.weights.manifest import Manifest, Wanted, resolve
+from syncstack.transports.senders import Sender, make_sender
+from syncstack.weights.manifest import Wanted, resolve
 from syncstack.weights.source import WeightSource
-from syncstack.wire.link import Link
-from syncstack.wire.messages import Staged
 
 log = logging.getLogger(__name__)
 
@@ -46,24 +48,6 @@ WATCH_S = 0.1
 
 ABORT_S = 5.0
 """How long a failed refit waits for the engine to say in which state it ended."""
-
-
-class _Target:
-    """One engine during the coordinator's life: its client, its links, the plan for them."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self.client = client
-        self.links: list[Link] = []
-        self.choice: Choice | None = None
-        self.lease: Lease | None = None
-
-    def lost(self) -> bool:
-        return any(link.lost() for link in self.links) or (self.lease is not None and self.lease.over())
-
-    def drop_links(self) -> None:
-        for link in self.links:
-            link.close()
-        self.links = []
 
 
 class Coordinator:
@@ -81,11 +65,17 @@ class Coordinator:
         self._source = source
         self._settings = settings
         self._rank = rank
-        self._targets = [_Target(client) for client in engines]
-        self._planned = False
-        self._sender = HostFdSender(bucket_bytes=settings.bucket_bytes)
-        self._policy = policy(settings)
-        self.hello = trainer_hello(settings, rank)
+        self._targets = [Target(client) for client in engines]
+        self._agreement = Agreement(settings, rank)
+        self._transport = ""
+        self._sender: Sender | None = None
+        self._warm = False  # whether sender and workers have the segment of the last version
+        self._told_slow = False
+
+    @property
+    def hello(self) -> Hello:
+        """What this process says of itself, with its facts."""
+        return self._agreement.hello
 
     def refit(self, version: int) -> list[RefitReport]:
         """Move the source's weights into every engine as ``version``; blocks until they serve it.
@@ -93,10 +83,11 @@ class Coordinator:
         Raises ManifestMismatch or PlanError before anything was changed, and RefitFailed, which names the phase and
         the engine's state, after that. A failed refit may be tried again at once.
         """
-        refit = _Refit(version)
+        refit = Progress(version)
         try:
             self._run(refit)
         except BaseException as error:
+            metrics().failed.labels(phase=refit.phase).inc()
             state = self._give_up(refit, error)
             if isinstance(error, UsageError | PlanError) or not isinstance(error, SyncstackError):
                 raise
@@ -106,39 +97,46 @@ class Coordinator:
                 engine_state=state,
                 next_step="run the refit again, or look at the engine's log if it is gone",
             ) from error
-        return [self._report(refit, target) for target in self._targets]
+        reports = [self._report(refit, target) for target in self._targets]
+        for report in reports:
+            metrics().count(report)
+        return reports
 
-    def _run(self, refit: _Refit) -> None:
+    def _run(self, refit: Progress) -> None:
         with refit.timed("begin"):
-            self._connect()
-            wanted = self._resolve()
+            wanted = self._agreed()
             for target in self._targets:
                 metas = tuple(want.meta for want in wanted)
                 target.lease = target.client.begin(refit.session, refit.version, metas)
         with refit.timed("stage"):
-            refit.manifest, refit.staged = self._watched(lambda: self._stage(refit, wanted))
+            self._watched(lambda: self._stage(refit, wanted))
+            self._look_at_pace(refit)
         settings = self._settings
         self._step(refit, "pause", deadline_s=settings.pause_s, mode_matters=True)
         self._step(refit, "load", deadline_s=settings.load_s)
         for name in ("verify", "commit", "resume"):
             self._step(refit, name, deadline_s=settings.control_s)
 
-    def _connect(self) -> None:
-        """Make sure that every engine is the one we know and that its links are up; plan anew if one is not."""
+    def _agreed(self) -> tuple[Wanted, ...]:
+        """Make sure that every engine is the one we know, and all links have a transport; plan anew if one is not."""
         new = [target for target in self._targets if not target.links or target.lost()]
-        self._planned = self._planned and not new
         for target in new:
             target.drop_links()
             target.client.renew()  # it may be another process by now
-            target.links = target.client.open_links(self._rank)
-        if self._planned:
-            return
-        engines = [(target.client.info, target.client.way) for target in self._targets]
-        for target, (choice, *_) in zip(self._targets, plan(self.hello, engines, self._policy), strict=True):
-            if choice != target.choice:
-                log.info("%s", choice.line(target.client.name))
-            target.choice = choice
-        self._planned = True
+        wanted = self._resolve()
+        if new or not self._transport:
+            self._transport = ""
+            self._retire()
+            transport = self._agreement.reach(self._targets, wanted)
+            self._take(transport)
+        return wanted
+
+    def _take(self, transport: str) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = make_sender(transport, bucket_bytes=self._settings.bucket_bytes)
+        self._transport = transport
+        self._told_slow = False
 
     def _resolve(self) -> tuple[Wanted, ...]:
         metadata, aliases = self._source.metadata(), self._source.aliases()
@@ -153,20 +151,50 @@ class Coordinator:
                 )
         return wanted
 
-    def _stage(self, refit: _Refit, wanted: Sequence[Wanted]) -> tuple[Manifest, list[Staged]]:
-        begin = time.perf_counter()
-        result = self._sender.stage(
-            self._source,
+    def _stage(self, refit: Progress, wanted: Sequence[Wanted]) -> None:
+        assert self._sender is not None
+        links = {
+            link: way.fd for target in self._targets for link, way in zip(target.links, target.choices, strict=True)
+        }
+        source = ClockedSource(self._source)
+        waited, begin = throttled_s(), time.perf_counter()
+        refit.manifest, refit.staged = self._sender.stage(
+            source,
             wanted,
-            [link for target in self._targets for link in target.links],
+            list(links),
             session=refit.session,
             version=refit.version,
             wait_s=self._settings.link_s,
+            fd_ways={link: way for link, way in links.items() if way},
         )
-        refit.transport_s = time.perf_counter() - begin
-        return result
+        refit.stage = Stage(
+            bytes=refit.manifest.payload_bytes,
+            seconds=time.perf_counter() - begin,
+            first=not self._warm,
+            source_s=source.seconds,
+            worker_s=max(staged.digest_s for staged in refit.staged),
+            cast_bytes=self._sender.cast_bytes,
+            throttled_s=throttled_s() - waited,
+        )
+        self._warm = True
 
-    def _step(self, refit: _Refit, name: str, *, deadline_s: float, mode_matters: bool = False) -> None:
+    def _look_at_pace(self, refit: Progress) -> None:
+        """Say once for each plan that its path is slow; strict: end the refit while the engines still serve."""
+        assert refit.stage is not None and self._agreement.rate is not None
+        refit.slow = why_slow(self._agreement.rate, refit.stage)
+        if not refit.slow:
+            return
+        if self._settings.strict:
+            raise PathTooSlow(
+                f"{self._transport} is slow: {refit.slow}",
+                consequence="Strict mode forbids that, and the engines keep their old weights",
+                next_step="remove the cause, or set SYNCSTACK_STRICT=false",
+            )
+        if not self._told_slow:
+            self._told_slow = True
+            log.warning("%s is slow: %s", self._transport, refit.slow)
+
+    def _step(self, refit: Progress, name: str, *, deadline_s: float, mode_matters: bool = False) -> None:
         mode = self._settings.pause_mode if mode_matters else "wait"
         request = StepRequest(session=refit.session, mode=mode, deadline_s=deadline_s)
         with refit.timed(name):
@@ -190,7 +218,7 @@ class Coordinator:
                 if target.lost() and not future.done():
                     self._interrupt(future, target)
 
-    def _interrupt(self, future: concurrent.futures.Future[T], target: _Target) -> None:
+    def _interrupt(self, future: concurrent.futures.Future[T], target: Target) -> None:
         """Give the call a moment to fail by itself, which says more; then cut it off."""
         concurrent.futures.wait([future], timeout=10 * WATCH_S)
         if future.done():
@@ -203,7 +231,7 @@ class Coordinator:
         kind = EngineUnreachable if ended else LinkLost
         raise kind(f"engine {target.client.name} went away", observed=ended or "a worker's data link ended")
 
-    def _give_up(self, refit: _Refit, error: BaseException) -> str:
+    def _give_up(self, refit: Progress, error: BaseException) -> str:
         """End every session and free what the refit held; returns the engines' states as far as they can be known."""
         states = []
         for target in self._targets:
@@ -213,12 +241,17 @@ class Coordinator:
                 target.lease = None
         if refit.staging:
             # A worker may still read the segment, or be about to: never write it again.
-            self._sender.retire()
+            self._retire()
             for target in self._targets:
                 target.drop_links()
         return ", ".join(states) or "unchanged"
 
-    def _abort(self, target: _Target, refit: _Refit, error: BaseException) -> str:
+    def _retire(self) -> None:
+        self._warm = False
+        if self._sender is not None:
+            self._sender.retire()
+
+    def _abort(self, target: Target, refit: Progress, error: BaseException) -> str:
         request = StepRequest(session=refit.session, reason=f"{type(error).__name__} in {refit.phase}: {error}"[:2000])
         try:
             target.client.reset()
@@ -233,24 +266,26 @@ class Coordinator:
                 return "unreachable"
         return f"{state.step} (version {state.version})"
 
-    def _report(self, refit: _Refit, target: _Target) -> RefitReport:
-        assert refit.manifest is not None and target.choice is not None
-        payload = refit.manifest.payload_bytes
+    def _report(self, refit: Progress, target: Target) -> RefitReport:
+        assert refit.manifest is not None and refit.stage is not None and self._agreement.rate is not None
+        stage = refit.stage
         paused = sum(refit.phases[name] for name in ("pause", "load", "verify", "commit", "resume"))
         return RefitReport(
             version=refit.version,
             engine=target.client.name,
             transport=target.choice.transport,
             why_not=target.choice.why_not,
-            bytes=payload,
+            bytes=stage.bytes,
             tensors=len(refit.manifest.tensors),
             seconds=time.perf_counter() - refit.started,
-            transport_seconds=refit.transport_s,
+            transport_seconds=stage.seconds,
             paused_seconds=paused,
-            gb_per_s=payload / refit.transport_s / 1e9,
+            gb_per_s=stage.bytes / stage.seconds / 1e9,
+            expected_gb_per_s=expected(self._agreement.rate, stage) / 1e9,
+            slow=refit.slow,
             phases=dict(refit.phases),
             digests_equal=min(staged.digests_equal for staged in refit.staged),
-            cast_bytes=self._sender.cast_bytes,
+            cast_bytes=stage.cast_bytes,
         )
 
     def close(self) -> None:
@@ -258,33 +293,11 @@ class Coordinator:
         for target in self._targets:
             target.drop_links()
             target.client.close()
-        self._sender.close()
+        if self._sender is not None:
+            self._sender.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Refit:
-    """One version on its way: its clock and what it has produced so far."""
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.session = secrets.token_hex(16)
-        self.started = time.perf_counter()
-        self.phase = "begin"
-        self.phases: dict[str, float] = {}
-        self.transport_s = 0.0
-        self.manifest: Manifest | None = None
-        self.staged: list[Staged] = []
-        self.staging = False
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        self.phase = phase
-        self.staging = self.staging or phase == "stage"
-        begin = time.perf_counter()
-        yield
-        self.phases[phase] = time.perf_counter() - begin

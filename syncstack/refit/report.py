@@ -23,6 +23,10 @@ class RefitReport(msgspec.Struct, frozen=True, kw_only=True):
     """How long the engine did not serve: pause to resume."""
     gb_per_s: float
     """``bytes / transport_seconds / 1e9``."""
+    expected_gb_per_s: float | None = None
+    """What moving tensors like these to the same workers reached in a trial; ``slow`` is measured by it."""
+    slow: str = ""
+    """The likely cause where ``gb_per_s`` is below half of that, with the numbers behind it."""
     phases: dict[str, float]
     """Seconds per phase, in order: begin, stage, pause, load, verify, commit, resume."""
     digests_equal: int

@@ -42,6 +42,9 @@ def run(
     model: Annotated[Path, typer.Option(envvar="SYNCSTACK_MODEL", help="Hugging Face folder to train.")] = Path(
         "/models/smollm2-135m-instruct"
     ),
+    metrics: Annotated[
+        str | None, typer.Option(envvar="SYNCSTACK_METRICS", help="Serve Prometheus metrics at ADDRESS:PORT.")
+    ] = None,
     layout: Annotated[str, typer.Option(envvar="SYNCSTACK_LAYOUT", help="Written into the report.")] = "colocated",
 ) -> None:
     """Train: samples from the engine, an update, the new weights back into the engine, and proof of each."""
@@ -49,6 +52,7 @@ def run(
     function = load_job(job)
     settings = Settings.load()
     prepare_out(out)
+    expose(metrics)
     addresses = engine or [f"unix:{settings.socket_dir / settings.engine_name}"]
     console = Console(file=sys.stdout)
     table = Table(console)
@@ -69,6 +73,26 @@ def run(
     finally:
         close_report(recorder, status, error, out)
         console.print(summary(recorder.report, str(recorder.path)), highlight=False, soft_wrap=True)
+
+
+def expose(address: str | None) -> None:
+    """Serve this process's metrics, to read only, if an address is given. Raises UsageError."""
+    if address is None:
+        return
+    from prometheus_client import start_http_server
+
+    from syncstack.wire.tcp import Address
+
+    where = Address.parse(f"tcp://{address}")
+    try:
+        start_http_server(where.port, addr=where.host)
+    except OSError as error:
+        raise UsageError(
+            f"metrics cannot be served at {address}",
+            observed=str(error),
+            consequence="Nothing was started",
+            next_step="choose another --metrics",
+        ) from None
 
 
 def load_job(name: str) -> Job:

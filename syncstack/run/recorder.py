@@ -107,6 +107,8 @@ def flatten(
         transport_seconds=report.transport_seconds,
         paused_seconds=report.paused_seconds,
         gb_per_s=report.gb_per_s,
+        expected_gb_per_s=report.expected_gb_per_s,
+        slow=report.slow,
         phases=dict(report.phases),
         digests_equal=report.digests_equal == report.tensors,
         digests_compared=report.tensors,

@@ -85,6 +85,10 @@ class RefitRecord(msgspec.Struct, frozen=True, kw_only=True):
     transport_seconds: Seconds
     paused_seconds: Seconds
     gb_per_s: float
+    expected_gb_per_s: float | None = None
+    """What a trial of the same workers reached."""
+    slow: str = ""
+    """The likely cause, where the rate is below half of that."""
     phases: dict[str, float]
     digests_equal: bool
     """Every tensor's digest, as read by the engine, equals the trainer's."""

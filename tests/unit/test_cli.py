@@ -18,7 +18,7 @@ HEAVY = ("torch", "pydantic_settings", "httpx", "starlette", "uvicorn", "asyncio
 
 def test_help_lists_every_command_and_a_typing_error_is_corrected() -> None:
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).output
-    positions = [text.index(f" {name} ") for name in COMMANDS]
+    positions = [text.index(f"│ {name} ") for name in COMMANDS]
     assert positions == sorted(positions)
     wrong = CliRunner().invoke(app, ["docto"], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
     assert wrong.exit_code == 2

@@ -18,6 +18,7 @@ from syncstack.refit.dial import Way
 from syncstack.refit.messages import EngineInfo, WorkerInfo
 from syncstack.refit.planning import plan
 from syncstack.refit.state import StateReport, Step
+from syncstack.refit.trial import Ended, Rate
 from tests.unit.hellos import OTHER_GPU, best_pair, cpu_pair, put
 
 
@@ -109,7 +110,7 @@ class StubClient:
     def renew(self) -> None:
         self.link = StubLink()
 
-    def open_links(self, rank: int) -> list[StubLink]:
+    def open_links(self, rank: int, choices: Sequence[object]) -> list[StubLink]:
         return [self.link]
 
     def begin(self, *_: object) -> None:
@@ -121,6 +122,23 @@ class StubClient:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+class StubTrials:
+    """Links that are no sockets pass every trial."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def run(self, wait_s: float) -> list[Ended]:
+        return []
+
+    def measure(self, *_: object) -> Rate:
+        return Rate(first=1e9, again=1e9)
+
+
+@pytest.fixture(autouse=True)
+def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncstack.refit.agreement.Trials", StubTrials)
 
 
 class StubSource:
@@ -137,7 +155,7 @@ def coordinator(folder: Path, *clients: StubClient, **settings: Any) -> Coordina
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if record.name == "syncstack.refit.coordinator"]
+    found = [record.getMessage() for record in caplog.records if record.name == "syncstack.refit.agreement"]
     caplog.clear()
     return found
 

@@ -1,0 +1,44 @@
+"""One engine during a coordinator's life: its client, its links, the plan for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from syncstack.plan import Choice
+from syncstack.refit.client import EngineClient, Lease
+from syncstack.wire.link import Link
+
+
+class Target:
+    """Used from the coordinator's thread only."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self.links: list[Link] = []
+        """One for each worker, in rank order; empty while there is no plan."""
+        self.choices: list[Choice] = []
+        """The plan of each link, in the same order."""
+        self.lease: Lease | None = None
+
+    @property
+    def choice(self) -> Choice:
+        """The plan of the first link. All links of a refit have one transport."""
+        return self.choices[0]
+
+    def lost(self) -> bool:
+        """Whether the engine has gone, as far as its links and its lease tell."""
+        return any(link.lost() for link in self.links) or (self.lease is not None and self.lease.over())
+
+    def connect(self, choices: Sequence[Choice], rank: int) -> None:
+        """Take ``choices`` and have links that suit them. Raises LinkRefused, LinkLost or DeadlineExceeded."""
+        if [choice.fd for choice in choices] != [choice.fd for choice in self.choices]:
+            self.drop_links()  # a descriptor that travels by message needs another socket than one that is fetched
+        self.choices = list(choices)
+        if not self.links:
+            self.links = self.client.open_links(rank, self.choices)
+
+    def drop_links(self) -> None:
+        """Close every link; the next plan opens them anew."""
+        for link in self.links:
+            link.close()
+        self.links = []
