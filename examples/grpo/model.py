@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import io
 import json
 import shutil
 import sys
 import tempfile
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from importlib import metadata
 from pathlib import Path
 
@@ -103,15 +105,33 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    with redirect_stderr(io.StringIO()):  # a progress bar that no setting turns off; errors are raised, not written
+    # A progress bar that no setting turns off; errors are raised, not written.
+    with redirect_stderr(io.StringIO()), _parsed_once():
         source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config = source.config.to_dict()
     config.pop("quantization_config", None)
     plain = LlamaForCausalLM(LlamaConfig.from_dict(config)).to(torch.bfloat16)
     plain.load_state_dict(source.state_dict())
     plain.tie_weights()
     plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Keep what transformers asks gguf for: it parses the file four times and makes one table for every module, which
+    together is half of the time that a user waits for the first run."""
+    import gguf
+
+    kept = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in kept.items():
+        setattr(gguf, name, functools.lru_cache(function))
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(gguf, name, function)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ import pytest
 
 from syncstack import EngineClient, ParamMeta, Settings
 from syncstack.errors import EngineBusy, ProtocolError, SyncstackError
+from syncstack.plan import Choice
 from syncstack.refit.messages import StepRequest
 from syncstack.refit.state import StateReport, Step
 from syncstack.transports.host_fd.segment import SenderSegment
@@ -230,7 +231,7 @@ def test_only_what_begin_announced_and_the_worker_verified_is_published(
 ) -> None:
     engine = start_engine()
     client = EngineClient.connect(engine.address, settings=Settings.load(socket_dir=socket_dir))
-    (link,) = client.open_links(0)
+    (link,) = client.open_links(0, [Choice(transport="host_fd", fd="scm")])
     session = "session-of-a-stranger"
     lease = client.begin(session, 5, client.info.tensors)
     tensors = list(client.info.tensors)

@@ -19,6 +19,7 @@ import pytest
 from syncstack import EngineClient, Settings
 from syncstack.engines.vllm.launch import launch
 from syncstack.errors import EngineUnreachable, LinkRefused, SettingsError
+from syncstack.plan import Choice
 from syncstack.refit.state import Step
 from syncstack.wire import tcp, unix
 from syncstack.wire.tcp import Address
@@ -28,6 +29,7 @@ from tests.process.test_pidfd import NOBODY, filter_file, needs
 from tests.process.test_refit import SLOW_S, StartEngine, StartTrainer, close_to, read_line
 
 TOKEN = "a token of at least sixteen bytes"
+HOST_FD = {"SYNCSTACK_TRANSPORT": "host_fd"}
 LOOPBACKS = ("127.0.0.1", "[::1]")
 
 
@@ -147,13 +149,12 @@ def test_a_denied_call_is_named_and_costs_the_engine_nothing(
     filtered = [sys.executable, "-m", "syncstack.cli", "seccomp", "run", profile, "--"]
     engine = start_engine(env=pod.listening(), wrap=[*pod.wrap, *filtered])
     before = engine.logprobs()
-    trainer = start_trainer(model, "1", address=address_of(engine), env=pod.env(), wrap=pod.wrap)
+    trainer = start_trainer(model, "1", address=address_of(engine), env=pod.env(**HOST_FD), wrap=pod.wrap)
     read_line(trainer)
     failure = read_line(trainer)
-    assert (failure["error"], failure["phase"]) == ("RefitFailed", "stage")
-    call = "pidfd_open" if denied == "restrictive" else denied
-    assert f"a seccomp filter denies {call} (observed: {call}: EPERM)" in failure["text"]
-    assert "The engine is serving (version 0)" in failure["text"]
+    assert failure["error"] == "PlanError"
+    assert "By a unix socket: they share no folder" in failure["text"]
+    assert "By pidfd_getfd: the engine may not call pidfd_getfd (pidfd_getfd" in failure["text"]
     assert failure["seconds"] < 2.0
     assert engine.logprobs() == before
 
@@ -164,11 +165,11 @@ def test_a_trainer_in_another_pid_namespace_is_refused_by_its_cause(
     pod = make_pod()
     engine = start_engine(env=pod.listening(), wrap=pod.wrap)
     apart = [*pod.wrap, "unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "--"]
-    trainer = start_trainer(model, "1", address=address_of(engine), env=pod.env(), wrap=apart)
+    trainer = start_trainer(model, "1", address=address_of(engine), env=pod.env(**HOST_FD), wrap=apart)
     read_line(trainer)
     failure = read_line(trainer)
-    assert failure["phase"] == "stage"
-    assert "trainer and engine are in different PID namespaces" in failure["text"]
+    assert failure["error"] == "PlanError"
+    assert "the engine cannot name the trainer's process: they are in different PID namespaces" in failure["text"]
     assert "shareProcessNamespace" in failure["text"]
 
 
@@ -198,7 +199,7 @@ def test_the_wrong_token_no_token_and_a_strangers_bytes_get_nowhere(engine_and_p
                         pass
                     raise ConnectionResetError
         assert client.state().step is Step.SERVING
-        (link,) = client.open_links(0)
+        (link,) = client.open_links(0, [Choice(transport="host_fd", fd="pidfd")])
         assert link.proven == ("worker", 0)
         link.close()
 
