@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import resource
 import select
 import socket
 import struct
@@ -114,7 +115,7 @@ class Link:
                     raise LinkLost("the link broke", observed=str(error)) from None
                 fds += _received_fds(control)
                 if flags & socket.MSG_CTRUNC or len(fds) > MAX_FDS:
-                    raise ProtocolError("too many descriptors with one frame", expected=f"<= {MAX_FDS}")
+                    raise _truncated(len(fds))
                 if not data:
                     raise LinkLost("the peer closed the link")
                 header += data
@@ -177,6 +178,18 @@ def _received_fds(control: list[tuple[int, int, bytes]]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     return list(fds)
+
+
+def _truncated(num_fds: int) -> ProtocolError:
+    """The kernel cuts descriptors off when there are more than we have room for, or than we may open."""
+    if num_fds >= MAX_FDS:
+        return ProtocolError("too many descriptors with one frame", expected=f"<= {MAX_FDS}")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ProtocolError(
+        "a descriptor came with a frame, and this process may open no more of them",
+        observed=f"RLIMIT_NOFILE {soft}",
+        next_step="raise the limit (compose: ulimits: {nofile: 16384})",
+    )
 
 
 def close_fds(fds: Sequence[int]) -> None:

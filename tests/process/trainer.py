@@ -1,11 +1,14 @@
 """A trainer in its own process: changes its weights, refits, and prints one JSON line per refit.
 
 usage: trainer.py ADDRESS MODEL NUM_REFITS [SEED]
+With TRAINER_HIDES it becomes undumpable between its hello and its first refit.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import sys
 import time
 
@@ -15,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from syncstack import Coordinator, EngineClient, ModuleSource, Settings
 from syncstack.errors import SyncstackError
+
+PR_SET_DUMPABLE = 4
 
 
 def logprobs(model: torch.nn.Module) -> list[float]:
@@ -36,6 +41,8 @@ def main() -> None:
     engine = EngineClient.connect(address, settings=settings)
     with Coordinator(source=ModuleSource(model), engines=[engine], settings=settings) as coordinator:
         print(json.dumps({"ready": True, "pidfd_getfd": coordinator.hello.facts.pidfd_getfd.verdict}), flush=True)
+        if "TRAINER_HIDES" in os.environ:
+            ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         for version in range(1, num_refits + 1):
             with torch.no_grad():
                 for parameter in model.parameters():
