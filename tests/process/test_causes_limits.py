@@ -23,6 +23,7 @@ from syncstack.facts import (
 )
 from syncstack.seccomp.apply import apply
 from syncstack.seccomp.load import load
+from syncstack.transports.host_fd.segment import ReceiverSegment, SenderSegment
 from tests.process import kernel
 from tests.process.alone import alone, is_cause, needs_root
 
@@ -201,3 +202,16 @@ def test_a_socket_folder_below_one_that_may_not_be_entered_is_a_fact_and_no_cras
     assert fact is not None
     assert not fact.exists and not fact.writable
     assert fact.evidence == f"{folder} cannot be looked at: Permission denied"
+
+
+@alone
+def test_b03_what_others_left_in_dev_shm_takes_no_room_from_weights_and_nothing_of_ours_is_left_there() -> None:
+    """A memfd has no name: whoever is killed leaves no file that the next run would have to find and count."""
+    kernel.unshare(kernel.NEWNS)
+    kernel.mount("tmpfs", "/dev/shm", "size=1m")
+    Path("/dev/shm/stale").write_bytes(bytes(900 << 10))
+    segment = SenderSegment(4 << 20)
+    segment.data[-4:] = b"last"
+    receiver = ReceiverSegment(segment.fd, nonce=segment.nonce, data_bytes=4 << 20)
+    assert bytes(receiver.data[-4:]) == b"last"
+    assert os.listdir("/dev/shm") == ["stale"]

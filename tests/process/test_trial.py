@@ -27,6 +27,7 @@ from syncstack.refit.state import StateReport, Step
 from syncstack.refit.target import Target
 from syncstack.refit.trial import Trials
 from syncstack.transports import SPOKEN
+from syncstack.transports.senders import make_sender
 from syncstack.weights.manifest import Wanted
 from syncstack.weights.meta import ParamMeta
 from syncstack.wire import unix
@@ -116,7 +117,7 @@ def test_one_links_refusal_is_known_within_2_s_and_says_nothing_of_the_others(wo
     assert "this process may open no more of them (observed: RLIMIT_NOFILE " in ended[1].cause
 
 
-def test_one_refusal_takes_all_links_to_the_next_transport_with_one_warning(
+def test_a26_one_refusal_takes_all_links_to_the_next_transport_with_one_warning(
     workers: list[Worker], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker that is out of descriptors: no hello can tell, since it is a matter of the moment."""
@@ -144,7 +145,7 @@ def test_without_a_next_transport_the_refusal_is_the_plans_reason(workers: list[
     assert [target.links for target in targets] == [[], [], []]
 
 
-def test_a_trainer_that_hides_after_its_hello_is_found_out_by_the_trial(
+def test_a26_a_trainer_that_hides_after_its_hello_is_found_out_by_the_trial(
     start_engine: StartEngine, start_trainer: StartTrainer, make_pod: Callable[..., Pod], model: Path, tmp_path: Path
 ) -> None:
     """The plan says pidfd_getfd; the kernel says no. Not a byte is lost, and the engine never stops for it."""
@@ -166,6 +167,21 @@ def test_a_trainer_that_hides_after_its_hello_is_found_out_by_the_trial(
         assert report["why_not"]["host_fd"].startswith("a trial refused it: engine-0 worker 0: ")
         assert "dumpable" in report["why_not"]["host_fd"]
     assert engine.complete().headers["x-syncstack-version"] == "2"
+
+
+@pytest.mark.parametrize("transport", SPOKEN)
+def test_b12_an_empty_tensor_is_carried_as_metadata_only(workers: list[Worker], transport: str) -> None:
+    source = ModuleSource(torch.nn.Module())
+    for name, tensor in {"none": torch.empty(0, 7), "w": torch.ones(3), "last": torch.empty(0)}.items():
+        source._module.register_buffer(name, tensor)
+    wanted = [Wanted(meta=meta, source=meta.name) for meta in source.metadata()]
+    sender = make_sender(transport, bucket_bytes=1 << 20)
+    with contextlib.closing(workers[0].link()) as link, contextlib.closing(sender):
+        for version in (1, 2):
+            session = f"version-{version}"
+            manifest, (staged,) = sender.stage(source, wanted, [link], session=session, version=version, wait_s=10)
+            assert staged.digests_equal == 3
+            assert manifest.payload_bytes == 12
 
 
 class Sleepy:
