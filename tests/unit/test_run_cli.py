@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import struct
 import sys
 import time
@@ -11,11 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from syncstack.errors import ModelFolderError, RefitFailed, UsageError
+from syncstack.refit.metrics import metrics
 from syncstack.run import cli, schema
+from syncstack.run.cli import expose
 
 JOB = "def main(ctx):\n    pass\n"
 
@@ -128,3 +132,17 @@ def test_the_options_are_those_that_the_page_names() -> None:
     text = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).output
     for option in ("--engine", "--engine-url", "--steps", "--seed", "--out", "--model", "--layout"):
         assert option in text
+
+
+def test_metrics_are_served_where_asked_and_a_port_that_is_taken_starts_nothing() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        with pytest.raises(UsageError, match=f"metrics cannot be served at 127.0.0.1:{port}"):
+            expose(f"127.0.0.1:{port}")
+    metrics().fallbacks.labels(transport="host_fd").inc()
+    expose(f"127.0.0.1:{port}")
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
+    assert 'syncstack_transport_refused_total{transport="host_fd"} ' in text
+    expose(None)
