@@ -8,7 +8,8 @@ import time
 from typing import Protocol
 
 from syncstack.errors import DeadlineExceeded, ProtocolError, SyncstackError
-from syncstack.transports.host_fd.receiver import HostFdReceiver, StagedVersion
+from syncstack.transports.host_fd.receiver import HostFdReceiver
+from syncstack.transports.staged import StagedVersion
 from syncstack.wire.link import Link, close_fds
 from syncstack.wire.messages import BucketReady, Fault, Offer, Staged, StageEnd
 
