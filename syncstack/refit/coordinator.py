@@ -31,7 +31,7 @@ from syncstack.refit.planning import plan, policy, trainer_hello
 from syncstack.refit.report import RefitReport
 from syncstack.settings import Settings
 from syncstack.threads import in_thread
-from syncstack.transports.host_fd.sender import HostFdSender
+from syncstack.transports.senders import Sender, make_sender
 from syncstack.weights.manifest import Manifest, Wanted, resolve
 from syncstack.weights.source import WeightSource
 from syncstack.wire.link import Link
@@ -83,7 +83,8 @@ class Coordinator:
         self._rank = rank
         self._targets = [_Target(client) for client in engines]
         self._planned = False
-        self._sender = HostFdSender(bucket_bytes=settings.bucket_bytes)
+        self._sender: Sender | None = None
+        self._transport = ""
         self._policy = policy(settings)
         self.hello = trainer_hello(settings, rank)
 
@@ -138,7 +139,20 @@ class Coordinator:
             if choice != target.choice:
                 log.info("%s", choice.line(target.client.name))
             target.choice = choice
+            self._use(choice.transport)
         self._planned = True
+
+    def _use(self, transport: str) -> None:
+        """The sender of the transport that was chosen for all links; another one's is closed."""
+        if self._sender is None or self._transport != transport:
+            self._close_sender()
+            self._sender = make_sender(transport, bucket_bytes=self._settings.bucket_bytes)
+            self._transport = transport
+
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
     def _resolve(self) -> tuple[Wanted, ...]:
         metadata, aliases = self._source.metadata(), self._source.aliases()
@@ -154,6 +168,7 @@ class Coordinator:
         return wanted
 
     def _stage(self, refit: _Refit, wanted: Sequence[Wanted]) -> tuple[Manifest, list[Staged]]:
+        assert self._sender is not None
         begin = time.perf_counter()
         result = self._sender.stage(
             self._source,
@@ -211,7 +226,7 @@ class Coordinator:
                 states.append(self._abort(target, refit, error))
                 target.lease.close()
                 target.lease = None
-        if refit.staging:
+        if refit.staging and self._sender is not None:
             # A worker may still read the segment, or be about to: never write it again.
             self._sender.retire()
             for target in self._targets:
@@ -234,7 +249,7 @@ class Coordinator:
         return f"{state.step} (version {state.version})"
 
     def _report(self, refit: _Refit, target: _Target) -> RefitReport:
-        assert refit.manifest is not None and target.choice is not None
+        assert refit.manifest is not None and target.choice is not None and self._sender is not None
         payload = refit.manifest.payload_bytes
         paused = sum(refit.phases[name] for name in ("pause", "load", "verify", "commit", "resume"))
         return RefitReport(
@@ -258,7 +273,7 @@ class Coordinator:
         for target in self._targets:
             target.drop_links()
             target.client.close()
-        self._sender.close()
+        self._close_sender()
 
     def __enter__(self) -> Self:
         return self

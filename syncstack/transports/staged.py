@@ -46,6 +46,11 @@ class StagedVersion:
         self.lost = False
         """Set when the link ended; the bytes stay readable, but nobody vouches for the rest of the transaction."""
 
+    def place(self, nbytes: int) -> memoryview:
+        """Where the next ``nbytes`` from the link belong, for a transport whose bytes come that way; else, and for more
+        than was offered, ProtocolError."""
+        raise ProtocolError("bytes for a version that lies in the sender's memory", observed=f"{nbytes} bytes")
+
     def read_bucket(self, bucket: BucketReady) -> None:
         """Digest the tensors of one bucket and compare; raises DigestMismatch that names the first that differs."""
         slots = self.offer.tensors[bucket.first : bucket.first + len(bucket.digests)]
