@@ -22,7 +22,7 @@ from syncstack.refit.messages import ErrorReply, WorkerInfo
 from syncstack.settings import Settings
 from syncstack.transports import SPOKEN
 from syncstack.transports.endpoint import WorkerEndpoint
-from syncstack.transports.host_fd.receiver import StagedVersion
+from syncstack.transports.staged import StagedVersion
 from syncstack.weights.manifest import MAX_LISTED, fingerprint
 from syncstack.wire import tcp
 

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from syncstack.errors import LinkLost, ProtocolError, SyncstackError
-from syncstack.transports.host_fd.receiver import StagedVersion
 from syncstack.transports.session import LinkServer, send_fault
+from syncstack.transports.staged import StagedVersion
 from syncstack.wire import unix
 from syncstack.wire.auth import AUTH_S, Token, prove_as_worker
 from syncstack.wire.link import Link, greet

@@ -1,13 +1,15 @@
-"""The sender of each transport of this build."""
+"""The trainer's half of every transport of this build, by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from syncstack.errors import TransportError
+from syncstack.errors import PlanError
+from syncstack.transports import SPOKEN
 from syncstack.transports.host_fd.handover import FdWay
 from syncstack.transports.host_fd.sender import HostFdSender
+from syncstack.transports.stream.sender import StreamSender
 from syncstack.weights.manifest import Manifest, Wanted
 from syncstack.weights.source import WeightSource
 from syncstack.wire.link import Link
@@ -15,9 +17,12 @@ from syncstack.wire.messages import Staged
 
 
 class Sender(Protocol):
-    """The trainer's half of a transport."""
+    """Moves versions to workers. One per trainer rank, called from one thread."""
 
-    cast_bytes: int
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of the last version's values that had another dtype than the one in which they travel."""
+        ...
 
     def stage(
         self,
@@ -30,20 +35,26 @@ class Sender(Protocol):
         wait_s: float,
         fd_ways: Mapping[Link, FdWay] | None = None,
     ) -> tuple[Manifest, list[Staged]]:
-        """Move one version to every link's worker and wait until each has read and verified it."""
+        """Move one version to every link's worker; blocks until each has verified it. ``wait_s`` bounds each message,
+        not the whole. Raises DigestMismatch, TransportError, LinkError or DeadlineExceeded as soon as it is known."""
         ...
 
     def retire(self) -> None:
-        """Give up what a worker may still be reading."""
+        """A worker may still read what was staged last: never write that memory again."""
         ...
 
     def close(self) -> None:
-        """Free everything."""
+        """Free everything. Links are the caller's."""
         ...
 
 
 def make_sender(transport: str, *, bucket_bytes: int) -> Sender:
-    """A sender of ``transport``."""
+    """The sender of ``transport``; ``bucket_bytes`` is how often a worker is told what it may read.
+
+    Raises PlanError for a transport that is not in this build.
+    """
     if transport == "host_fd":
         return HostFdSender(bucket_bytes=bucket_bytes)
-    raise TransportError(f"this build has no sender for {transport}")
+    if transport == "stream":
+        return StreamSender(bucket_bytes=bucket_bytes)
+    raise PlanError(f"transport {transport!r} is not in this build", expected=", ".join(SPOKEN))

@@ -8,9 +8,12 @@ import time
 from typing import Protocol
 
 from syncstack.errors import DeadlineExceeded, ProtocolError, SyncstackError
-from syncstack.transports.host_fd.receiver import HostFdReceiver, StagedVersion
+from syncstack.transports.host_fd.receiver import HostFdReceiver
+from syncstack.transports.staged import StagedVersion
+from syncstack.transports.stream.receiver import KIND as STREAM
+from syncstack.transports.stream.receiver import StreamReceiver
 from syncstack.wire.link import Link, close_fds
-from syncstack.wire.messages import BucketReady, Fault, Offer, Staged, StageEnd
+from syncstack.wire.messages import BucketReady, Fault, Offer, Piece, Staged, StageEnd
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,8 @@ class LinkServer:
         self._link = link
         self._registry = registry
         self._link_s = link_s
-        self._receiver = HostFdReceiver()
+        self._by_fd = HostFdReceiver()
+        self._by_link = StreamReceiver()
         self._version: StagedVersion | None = None
         self._refused = ""
         """The session that this side gave up; its sender may have sent more of it before it heard so."""
@@ -55,7 +59,9 @@ class LinkServer:
             try:
                 if isinstance(message, Offer):
                     self._stage(message, fds)
-                elif not (isinstance(message, BucketReady | StageEnd) and message.session == self._refused):
+                elif isinstance(message, Piece | BucketReady | StageEnd) and message.session == self._refused:
+                    self._skip(message)
+                else:
                     raise ProtocolError("unexpected message", observed=type(message).__name__, expected="Offer")
             finally:
                 close_fds(fds)
@@ -65,7 +71,7 @@ class LinkServer:
         be writing the rest, and ends the session but not the link."""
         self._forget()
         try:
-            version = self._receiver.open(offer, fds)
+            version = self._open(offer, fds)
             self._registry.register(version)
         except Exception as error:  # noqa: BLE001 - whatever it is, the sender waits to hear it
             self._refuse(offer.session, error)
@@ -74,20 +80,40 @@ class LinkServer:
         staged: Staged | None = None
         while staged is None:
             message = self._next(offer.session)
+            place: memoryview | None = None
             try:
                 if isinstance(message, StageEnd):
                     staged = version.finish_staging()
-                else:
+                elif isinstance(message, BucketReady):
                     version.read_bucket(message)
+                else:
+                    place = version.place(message.nbytes)
             except Exception as error:  # noqa: BLE001 - as above
                 self._refuse(offer.session, error)
+                self._skip(message)
                 return
+            if place is not None:
+                # Outside: a link that ends inside a piece cannot serve another session.
+                self._link.receive_bytes(place, deadline=time.monotonic() + self._link_s)
         self._link.send(staged, deadline=time.monotonic() + self._link_s)
 
-    def _next(self, session: str) -> BucketReady | StageEnd:
+    def _open(self, offer: Offer, fds: list[int]) -> StagedVersion:
+        """Accept an offer by the transport that it names; what the other one holds is of no use any more."""
+        if offer.handle.kind == STREAM:
+            self._by_fd.close()
+            return self._by_link.open(offer)
+        self._by_link.close()
+        return self._by_fd.open(offer, fds)
+
+    def _skip(self, message: Piece | BucketReady | StageEnd) -> None:
+        """What the sender had still to say of a session that was refused, and the bytes that it had announced."""
+        if isinstance(message, Piece):
+            self._link.skip_bytes(message.nbytes, deadline=time.monotonic() + self._link_s)
+
+    def _next(self, session: str) -> Piece | BucketReady | StageEnd:
         message, fds = self._link.receive(deadline=time.monotonic() + self._link_s)
         close_fds(fds)
-        if not isinstance(message, BucketReady | StageEnd) or message.session != session:
+        if not isinstance(message, Piece | BucketReady | StageEnd) or message.session != session:
             raise ProtocolError("unexpected message inside a stage", observed=type(message).__name__)
         return message
 
@@ -107,7 +133,8 @@ class LinkServer:
         if self._version is not None:
             self._version.lost = True
             self._forget()
-        self._receiver.close()
+        self._by_fd.close()
+        self._by_link.close()
 
 
 def send_fault(link: Link, session: str, error: Exception) -> None:

@@ -1,4 +1,5 @@
 """A data link: framed, typed messages over one connected socket, and file descriptors where it is a unix socket.
+Between two frames the bytes of a Piece may follow, as they are.
 
 A frame is an 8-byte header (magic, protocol version, length of the body) and a msgpack body. Descriptors travel by
 SCM_RIGHTS with the header, so that a frame and its descriptors cannot be taken apart. Bytes that do not follow this
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import os
 import resource
 import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -31,6 +34,10 @@ MAX_FRAME_BYTES = 64 << 20
 """Largest body. The table of a model with a million tensors stays below it."""
 MAX_FDS = 16
 """Most descriptors of one frame; the kernel's own limit is 253."""
+MAX_PARTS = 512
+"""Most buffers that one system call sends; the kernel's own limit is 1024."""
+SKIP_BYTES = 64 << 10
+"""Bytes that nobody wants are read in steps of this size."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -47,6 +54,7 @@ class Link:
         self.proven: tuple[str, int] | None = None
         """Role and rank that the peer has proven to hold the token for; None where the kernel vouches for the peer."""
         self.peer: LinkHello | None = None
+        self._ended = False
 
     def fileno(self) -> int:
         """The socket's descriptor, for select; -1 when closed."""
@@ -68,6 +76,48 @@ class Link:
             except OSError as error:
                 raise LinkLost("the peer closed the link while it was written to", observed=str(error)) from None
             view, rights = view[sent:], []
+
+    def send_bytes(self, parts: Sequence[memoryview], *, deadline: float) -> None:
+        """Send ``parts`` (flat, of bytes) one after the other, outside any frame; a Piece has announced them.
+
+        Raises LinkLost or DeadlineExceeded; call ``end`` then, because part of them may be on the way.
+        """
+        left = deque(part for part in parts if part.nbytes)
+        while left:
+            self._wait(select.POLLOUT, deadline, "sending weights")
+            try:
+                sent = self._socket.sendmsg(itertools.islice(left, MAX_PARTS))
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise LinkLost("the peer closed the link while it was sent weights", observed=str(error)) from None
+            while left and sent >= left[0].nbytes:
+                sent -= left.popleft().nbytes
+            if sent:
+                left[0] = left[0][sent:]
+
+    def receive_bytes(self, into: memoryview, *, deadline: float) -> None:
+        """Fill ``into`` (flat, of bytes) with what follows the last frame; nothing is allocated and nothing read beyond
+        it. Raises LinkLost, DeadlineExceeded; the link is of no use then."""
+        while into:
+            self._wait(select.POLLIN, deadline, "waiting for weights")
+            try:
+                count = self._socket.recv_into(into)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise LinkLost("the link broke inside the weights", observed=str(error)) from None
+            if not count:
+                raise LinkLost("the peer closed the link inside the weights")
+            into = into[count:]
+
+    def skip_bytes(self, nbytes: int, *, deadline: float) -> None:
+        """Read what follows the last frame and throw it away. Raises as ``receive_bytes``."""
+        waste = memoryview(bytearray(min(nbytes, SKIP_BYTES)))
+        while nbytes:
+            step = waste[: min(nbytes, SKIP_BYTES)]
+            self.receive_bytes(step, deadline=deadline)
+            nbytes -= len(step)
 
     def receive(self, *, deadline: float, max_bytes: int = MAX_FRAME_BYTES) -> tuple[Message, list[int]]:
         """Receive one frame and its descriptors (close-on-exec; the caller owns them).
@@ -151,13 +201,22 @@ class Link:
             raise DeadlineExceeded(f"nothing came of {doing} on a data link before its deadline")
 
     def lost(self) -> bool:
-        """Whether the peer has closed its end (or died). Does not block and takes no bytes."""
+        """Whether the peer has closed its end (or died), or we ended ours. Does not block and takes no bytes."""
+        if self._ended:
+            return True
         poller = select.poll()
         try:
             poller.register(self._socket, select.POLLRDHUP)
         except (ValueError, OSError):
             return True
         return bool(poller.poll(0))
+
+    def end(self) -> None:
+        """Send nothing more. The peer sees the end of the stream; what it has said can still be received. May be called
+        by either thread, and twice."""
+        self._ended = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close this end; the peer sees the end of the stream. May be called twice."""

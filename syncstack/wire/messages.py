@@ -8,12 +8,14 @@ The order is fixed::
     trainer -> worker   LinkHello            worker -> trainer   LinkHello
     per refit:
     trainer -> worker   Offer (+ the segment's fd over a unix socket, once per segment)
+    trainer -> worker   Piece + its bytes    as often as it takes, if the offer's handle is ``stream``
     trainer -> worker   BucketReady ...      as the bytes become readable
     trainer -> worker   StageEnd
                                              worker -> trainer   Staged
 
 Fault may come instead of any message. One that names a session ends that session, at once and not at its StageEnd; what
-the sender still says about it is skipped.
+the sender still says about it is skipped, and so are the bytes of each Piece: both sides stay in step, because a Piece
+says how many follow, and a sender that gives up does so between two of them or closes the link.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from msgspec import Meta
 from syncstack.weights.manifest import TensorSlot
 
 PROTOCOL_VERSION = 2
+
+MAX_PIECE_BYTES = 4 << 20
+"""Most bytes that follow one frame: what a side that gave up a session has still to send, or to skip."""
 
 Name = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=8192)]
@@ -76,7 +81,8 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     ``memfd-scm``: the descriptor travels with the frame. ``memfd-pidfd``: the receiver takes descriptor ``fd`` of
     process ``pid``, which is meant as the PID namespace with inode ``pid_ns`` numbers it, and which started at
-    ``start_ticks`` (field 22 of /proc/PID/stat): a number alone may be a stranger's.
+    ``start_ticks`` (field 22 of /proc/PID/stat): a number alone may be a stranger's. ``stream``: there is none; the
+    bytes of the segment's data area follow over the link, from first to last.
     """
 
     kind: Name = "memfd-scm"
@@ -102,8 +108,15 @@ class Offer(_Message, frozen=True, kw_only=True):
     tensors: Annotated[tuple[TensorSlot, ...], Meta(max_length=1 << 20)]
 
 
+class Piece(_Message, frozen=True, kw_only=True):
+    """The next ``nbytes`` of the data area follow this frame on the link as they are, outside any message."""
+
+    session: Token
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_PIECE_BYTES)]
+
+
 class BucketReady(_Message, frozen=True, kw_only=True):
-    """Tensors ``first .. first + len(digests)`` of the offer are written; their digests as the sender read them."""
+    """Tensors ``first .. first + len(digests)`` of the offer are readable; their digests as the sender read them."""
 
     session: Token
     first: Count
@@ -133,4 +146,4 @@ class Fault(_Message, frozen=True, kw_only=True):
     text: Text
 
 
-Message = Challenge | Answer | Welcome | LinkHello | Offer | BucketReady | StageEnd | Staged | Fault
+Message = Challenge | Answer | Welcome | LinkHello | Offer | Piece | BucketReady | StageEnd | Staged | Fault

@@ -17,6 +17,7 @@ from syncstack.facts.hello import MAX_HELLO_BYTES
 from syncstack.facts.memory import chosen, meminfo, memory, numbers
 from syncstack.facts.network import interfaces, network
 from syncstack.facts.process import life
+from syncstack.transports import SPOKEN
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_the_command_writes_a_hello_that_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "hello.json"
     path.write_text(done.stdout)
     hello = read_hello(path)
-    assert (hello.role, hello.transports) == ("engine", ("host_fd",))
+    assert (hello.role, hello.transports) == ("engine", SPOKEN)
     assert hello.facts.socket_dir is not None
     assert hello.facts.socket_dir.path == str(tmp_path)
 

@@ -19,6 +19,7 @@ from syncstack.refit.messages import EngineInfo, WorkerInfo
 from syncstack.refit.planning import plan
 from syncstack.refit.state import StateReport, Step
 from syncstack.refit.trial import Ended, Rate
+from syncstack.transports import SPOKEN
 from tests.unit.hellos import OTHER_GPU, best_pair, cpu_pair, put
 
 
@@ -199,8 +200,8 @@ def test_the_settings_reach_the_plan(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no known transport"):
         coordinator(tmp_path, client, transport="hostfd")
     with (
-        coordinator(tmp_path, client, transport="stream") as made,
-        pytest.raises(PlanError, match="stream: a worker 0"),
+        coordinator(tmp_path, client, transport="disk") as made,
+        pytest.raises(PlanError, match="disk: a worker 0"),
     ):
         made.refit(1)
     with coordinator(tmp_path, client, strict=True) as made, pytest.raises(RefitFailed, match="busy"):
@@ -210,7 +211,7 @@ def test_the_settings_reach_the_plan(tmp_path: Path) -> None:
 def test_the_trainers_hello_says_what_it_speaks_and_which_folder_it_has(tmp_path: Path) -> None:
     with coordinator(tmp_path, StubClient(info("a", ENGINE))) as made:
         hello = made.hello
-    assert (hello.role, hello.transports, hello.reachable) == ("trainer", ("host_fd",), ())
+    assert (hello.role, hello.transports, hello.reachable) == ("trainer", SPOKEN, ())
     assert hello.facts.socket_dir is not None
     assert hello.facts.socket_dir.path == str(tmp_path)
 

@@ -10,8 +10,9 @@ import torch
 
 from syncstack.errors import DigestMismatch, ProtocolError, TransportError
 from syncstack.transports.host_fd import sender as sender_module
-from syncstack.transports.host_fd.receiver import HostFdReceiver, StagedVersion
+from syncstack.transports.host_fd.receiver import HostFdReceiver
 from syncstack.transports.host_fd.segment import HEADER_BYTES, ReceiverSegment, SenderSegment
+from syncstack.transports.staged import StagedVersion
 from syncstack.weights.digest import digest
 from syncstack.weights.manifest import TensorSlot
 from syncstack.wire.messages import BucketReady, Offer

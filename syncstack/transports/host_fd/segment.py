@@ -19,11 +19,9 @@ import mmap
 import os
 import secrets
 import struct
-from pathlib import Path
 
 from syncstack.errors import TransportError
-from syncstack.facts.cgroup import cgroup
-from syncstack.facts.process import read_text
+from syncstack.transports.room import check_room
 
 HEADER_BYTES = 4096
 _MAGIC = b"SYNCSEG1"
@@ -48,7 +46,7 @@ class SenderSegment:
         self.data_bytes = data_bytes
         self.generation = 0
         size = HEADER_BYTES + data_bytes
-        _check_room(size)
+        check_room(size, side="trainer", kind="shared memory")
         self.fd = os.memfd_create("syncstack", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Reserve now: running out of memory must be an error here, not a SIGBUS in the middle of a copy.
@@ -92,23 +90,6 @@ class SenderSegment:
             self.fd = -1
         with contextlib.suppress(BufferError):
             self._map.close()
-
-
-def _check_room(size: int) -> None:
-    """Raise TransportError when ``size`` cannot fit: the kernel would answer with its OOM killer, not an errno."""
-    lines = read_text(Path("/proc/meminfo")).splitlines()
-    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
-    limit = cgroup().limit  # the limit, not the headroom: page cache counts as used and can be dropped
-    bounds = {"available memory": available, "the container's memory limit": limit}
-    for name, bound in bounds.items():
-        if bound is not None and size > bound:
-            raise TransportError(
-                "no room for the weights in shared memory",
-                observed=f"{name}: {bound} bytes",
-                expected=f"at least {size} bytes",
-                consequence="Nothing was sent",
-                next_step="raise the memory limit of the trainer's container",
-            )
 
 
 class ReceiverSegment:
