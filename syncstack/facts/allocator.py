@@ -30,6 +30,8 @@ def allocator(environ: Mapping[str, str], torch: Any = None) -> AllocatorFact:
     given = [f"{name}={environ[name]!r}" for name in NAMES if name in environ]
     shown = " and ".join(given) or f"none of {', '.join(NAMES)} is set"
     loaded = sys.modules.get("torch") if torch is None else torch
+    if _recording(loaded):
+        shown += "; torch was not asked, because it records its memory's history"
     told = _in_use(loaded)
     if told is not None:
         return AllocatorFact(expandable_segments=told, evidence=f"torch's allocator itself says {told}; {shown}")
@@ -42,6 +44,10 @@ def allocator(environ: Mapping[str, str], torch: Any = None) -> AllocatorFact:
     return AllocatorFact(expandable_segments=expandable(environ.get(first, "")), evidence=shown)
 
 
+def _recording(torch: Any) -> bool:
+    return bool(getattr(getattr(torch, "_C", None), "_cuda_isHistoryEnabled", bool)())
+
+
 def _in_use(torch: Any) -> bool | None:
     """Return what the allocator goes by; None before CUDA is used in this process, which asking must not begin.
 
@@ -51,7 +57,7 @@ def _in_use(torch: Any) -> bool | None:
     if cuda is None or not cuda.is_initialized():
         return None
     try:
-        if torch._C._cuda_isHistoryEnabled():
+        if _recording(torch):
             return None
         found = cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
     except (AttributeError, KeyError, RuntimeError, TypeError):  # another backend, or another version

@@ -368,7 +368,9 @@ def test_a38_the_allocator_that_runs_knows_best(setting: bool) -> None:
     assert fact.expandable_segments is setting
     assert fact.evidence.startswith(f"torch's allocator itself says {setting}; PYTORCH_CUDA_ALLOC_CONF=")
     # It is not asked where the answer would cost seconds, or would start CUDA.
-    assert allocator(environ, in_use(setting, history=True)).expandable_segments is not setting
+    unasked = allocator(environ, in_use(setting, history=True))
+    assert unasked.expandable_segments is not setting
+    assert "torch was not asked" in unasked.evidence
     assert allocator(environ, in_use(setting, started=False)).expandable_segments is not setting
 
 
