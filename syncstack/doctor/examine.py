@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 
 from syncstack.doctor.checks import CHECKS
 from syncstack.doctor.model import Check, Finding, Outcome, Status, T, hint, skip
@@ -11,7 +10,7 @@ from syncstack.doctor.pair import PAIR_CHECKS, Pair
 from syncstack.doctor.report import Report
 from syncstack.doctor.ways import host_transport
 from syncstack.errors import UsageError
-from syncstack.facts import Facts
+from syncstack.facts import Facts, version_of
 
 
 def select(only: Sequence[str], *, peer: bool) -> tuple[tuple[Check[Facts], ...], tuple[Check[Pair], ...]]:
@@ -77,7 +76,9 @@ def summary(facts: Facts, outcomes: Sequence[Outcome]) -> str:
     available, why = host_transport(facts)
     detail = f" ({why})" if why else ""
     parts = [("zero-copy host transport available" if available else "no zero-copy host transport") + detail]
-    parts.append(f"GPU: {facts.gpu.count or 'none'}")
+    gpu = facts.gpu
+    unusable = gpu.count and gpu.problem and not gpu.devices
+    parts.append(f"GPU: none usable of {gpu.count}" if unusable else f"GPU: {gpu.count or 'none'}")
     for status, one, many in (
         ("fail", "failure", "failures"),
         ("crashed", "crashed check", "crashed checks"),
@@ -92,7 +93,7 @@ def summary(facts: Facts, outcomes: Sequence[Outcome]) -> str:
 def diagnose(facts: Facts, checks: Sequence[Check[Facts]] = CHECKS) -> Report:
     """Return what ``checks`` make of one process's facts."""
     outcomes = examine(facts, checks)
-    package = metadata.version("syncstack")
+    package = version_of("syncstack") or "not installed"
     return Report(summary=summary(facts, outcomes), package=package, checks=outcomes, facts=facts)
 
 

@@ -38,7 +38,7 @@ def _gpu(facts: Facts) -> str:
 def _driver(facts: Facts) -> str:
     if facts.gpu.devices:
         return ""
-    return "the driver could not be asked" if facts.gpu.count else "no GPU here"
+    return "the driver named no device" if facts.gpu.count else "no GPU here"
 
 
 CONTAINER: Final = Need[Facts](name="container", lack=_container)

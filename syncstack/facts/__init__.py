@@ -1,7 +1,7 @@
 """What this process can really do: probed, never inferred from flags. Imports no torch."""
 
 from syncstack.facts.collect import collect
-from syncstack.facts.hello import Hello, probe_peer, process_nonce, read_hello, say_hello
+from syncstack.facts.hello import Hello, probe_peer, process_nonce, read_hello, say_hello, version_of
 from syncstack.facts.model import (
     AllocatorFact,
     Capabilities,
@@ -52,4 +52,5 @@ __all__ = [
     "read_hello",
     "route_to",
     "say_hello",
+    "version_of",
 ]

@@ -18,13 +18,14 @@ from typing import Final
 import msgspec
 
 from syncstack.facts.allocator import allocator
-from syncstack.facts.model import GpuDevice, GpuFacts
+from syncstack.facts.model import GpuDevice, GpuFacts, VisibilityMask
 from syncstack.facts.process import read_text
 from syncstack.facts.visibility import masks
 
 CHILD_S: Final = 5.0
 _DEVICE: Final = re.compile(r"nvidia\d+")
 _VERSION: Final = re.compile(r"\b\d+\.\d+(?:\.\d+)?\b")
+_MASKED: Final = ("cuInit: CUDA_ERROR_NO_DEVICE", "cuInit: CUDA_ERROR_INVALID_DEVICE")
 _ASK: Final = (sys.executable, "-P", "-m", "syncstack.facts.gpu_child")
 
 
@@ -38,7 +39,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 def gpus(environ: Mapping[str, str], root: Path = Path("/"), ask: Sequence[str] = _ASK) -> GpuFacts:
     """Return the devices that this process can use, and what was looked at; ``ask`` is the command of the child."""
     folder = root / "dev"
-    names = sorted(path.name for path in folder.iterdir() if _DEVICE.fullmatch(path.name)) if folder.is_dir() else []
+    names = _names(folder)
     driver = _VERSION.search(read_text(root / "proc/driver/nvidia/version"))
     answer, evidence = Answer(), f"/dev: {', '.join(names)}"
     if names:
@@ -47,17 +48,35 @@ def gpus(environ: Mapping[str, str], root: Path = Path("/"), ask: Sequence[str] 
     elif driver is None:
         evidence = "no /dev/nvidia* and no NVIDIA driver"
     else:
-        evidence = "the driver is loaded, but no /dev/nvidia* here: the container was given no device"
+        evidence = "the driver is loaded, but no /dev/nvidia0 or other GPU here: the container was given no device"
         answer = Answer(problem=f"no GPU node: {evidence}")
+    found = masks(environ)
     return GpuFacts(
         count=len(names),
         evidence=evidence,
         driver=driver[0] if driver else "",
         devices=answer.devices,
-        masks=masks(environ),
+        masks=found,
         allocator=allocator(environ),
-        problem=answer.problem,
+        problem=_explained(answer.problem, found[0], folder),
     )
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir() if _DEVICE.fullmatch(path.name))
+    except OSError:
+        return []
+
+
+def _explained(problem: str, mask: VisibilityMask, folder: Path) -> str:
+    """Say what the driver's error leaves out: a mask that leaves no device or names one twice, or a missing file."""
+    if mask.kind != "unset" and problem.startswith(_MASKED):
+        return f"hidden: {mask.name}={mask.text!r} leaves no device: {problem}"
+    unified = folder / "nvidia-uvm"  # root's libcuda makes it, another user's cannot
+    if problem.startswith("cuInit: CUDA_ERROR_UNKNOWN") and not unified.exists():
+        return f"no GPU node: {unified} is missing: {problem}"
+    return problem
 
 
 def _refusal(nodes: Sequence[Path]) -> str:

@@ -74,8 +74,8 @@ def process_nonce() -> str:
     return _nonce(os.getpid())
 
 
-def _version(package: str) -> str:
-    """Return a package's version, "" where it is not installed; imports nothing."""
+def version_of(package: str) -> str:
+    """Return a package's version, "" where it is not installed (a source tree on PYTHONPATH); imports nothing."""
     loaded = getattr(sys.modules.get(package), "__version__", "")
     if loaded:
         return str(loaded)
@@ -99,14 +99,14 @@ def say_hello(
     """Return this process's hello. Without ``facts`` they are collected now."""
     life = process.life()
     return Hello(
-        package=_version("syncstack"),
+        package=version_of("syncstack"),
         role=role,
         rank=rank,
         name=name,
         nonce=process_nonce(),
         pid=os.getpid(),
         start_ticks=life[1] if life is not None else 0,
-        torch=_version("torch"),
+        torch=version_of("torch"),
         device=device,
         memory=memory,
         transports=tuple(transports),

@@ -156,7 +156,8 @@ class VisibilityMask(msgspec.Struct, frozen=True, kw_only=True):
     """One environment variable that hides devices, as given and as understood.
 
     ``kind``: ``unset``, ``all``, ``none``, or ``list`` (then ``entries`` holds indices, ``GPU-...`` or ``MIG-...``
-    names, possibly shortened). ``stopped_at`` quotes the first entry at which the driver stops reading.
+    names, possibly shortened). ``stopped_at`` quotes the first entry at which the driver stops reading, ``misread`` the
+    first one that it takes for another.
     """
 
     name: str
@@ -164,10 +165,11 @@ class VisibilityMask(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["unset", "all", "none", "list"]
     entries: tuple[str, ...] = ()
     stopped_at: str = ""
+    misread: str = ""
 
 
 class AllocatorFact(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether torch's CUDA allocator uses expandable segments: from both variable names, and torch where loaded."""
+    """Whether torch's CUDA allocator uses expandable segments: from the environment, and from torch where loaded."""
 
     expandable_segments: bool
     evidence: str

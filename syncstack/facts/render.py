@@ -28,7 +28,7 @@ def render(console: Console, facts: Facts) -> None:
         console.print(Text(title, style="bold"))
         for name, value, evidence in lines:
             # A path or a label may hold anything, also what a terminal takes for a command.
-            parts = (f"  {name:17}", (f"{value:9} ", _STYLES.get(value, "")), (evidence, "dim"))
+            parts = (f"  {name:17} ", (f"{value:8} ", _STYLES.get(value, "")), (evidence, "dim"))
             text = Text.assemble(*parts)
             text.plain = "".join(char if char.isprintable() else "?" for char in text.plain)
             console.print(text, soft_wrap=True)
@@ -92,8 +92,9 @@ def _gpu(facts: Facts) -> Iterator[_Line]:
         yield f"  {device.index}", device.name, "; ".join((about, *device.mig))
     for mask in gpu.masks:
         if mask.kind != "unset":
+            misread = f"; takes {mask.misread}" if mask.misread else ""
             stopped = f"; reading stops at {mask.stopped_at}" if mask.stopped_at else ""
-            yield mask.name, mask.kind, f"{mask.text!r}{stopped}"
+            yield mask.name, mask.kind, f"{mask.text!r}{misread}{stopped}"
     if gpu.count and gpu.allocator is not None:
         kind = "expandable" if gpu.allocator.expandable_segments else "plain"
         yield "torch's allocator", kind, gpu.allocator.evidence

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -17,6 +16,7 @@ import typer
 from rich.console import Console
 
 from syncstack.errors import RefitFailed, SyncstackError, UsageError
+from syncstack.facts import version_of
 from syncstack.run import schema
 from syncstack.run.context import RunContext
 from syncstack.run.folder import ModelFolder, validate
@@ -133,7 +133,7 @@ def first_report(
 ) -> schema.RunReport:
     """The report of a run that has only begun."""
     return schema.RunReport(
-        syncstack=metadata.version("syncstack"),
+        syncstack=version_of("syncstack") or "not installed",
         run=out.resolve().name,
         job=job,
         seed=seed,

@@ -59,9 +59,10 @@ def test_b01_a_reservation_that_is_refused() -> None:
 def test_b06_a_volume_that_promises_more_than_the_limit() -> None:
     """statvfs says what the machine has; the group of this process allows less."""
     limit = 256 << 20
-    own = next(
-        line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line
-    )
+    groups = Path("/proc/self/cgroup").read_text()
+    own = next((line.split(":", 2)[2] for line in groups.splitlines() if ":memory:" in line), None)
+    if own is None:
+        kernel.skip(f"no memory controller of cgroup v1: {groups.strip()}")
     group = Path(f"/sys/fs/cgroup/memory{own}/syncstack-test-{os.getpid()}")
     try:
         group.mkdir()

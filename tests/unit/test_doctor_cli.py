@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+from importlib import metadata
 from io import StringIO
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def test_pre_prints_problems_only(tmp_path: Path) -> None:
     bad = run("--pre", "--only", "socket.dir", "--socket-dir", str(tmp_path / "absent"), command=RESTRICTED)
     assert bad.returncode == 1
     assert bad.stdout.startswith("FAIL    socket.dir")
-    assert bad.stdout.splitlines()[-1].endswith("; GPU: none; 1 failure")
+    assert bad.stdout.splitlines()[-1].endswith("; 1 failure")
 
 
 @pytest.mark.parametrize(("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
@@ -154,3 +155,13 @@ def test_under_the_restrictive_filter_the_note_says_what_it_is(tmp_path: Path) -
 def test_the_folder_is_left_as_it_was(tmp_path: Path) -> None:
     run("-v", "--socket-dir", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_tree_without_package_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with PYTHONPATH alone; the command once ended in a traceback there."""
+
+    def missing(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert diagnose(container()).package == "not installed"

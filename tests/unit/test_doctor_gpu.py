@@ -112,7 +112,7 @@ def test_f10_no_node_no_permission_and_no_library_are_three_verdicts(tmp_path: P
 def test_f10_a_node_that_may_not_be_opened(tmp_path: Path) -> None:
     """The modes are real, the files are not devices."""
     root = gpu_host(tmp_path / "host", "nvidia0", "nvidiactl", mode=0o600)
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
         folder.chmod(folder.stat().st_mode | 0o055)
     code = (
         "import msgspec; from pathlib import Path; from syncstack.facts import gpu\n"

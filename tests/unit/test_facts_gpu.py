@@ -274,7 +274,6 @@ OLD_MIG = f"MIG-{FULL}/1/2"
         # Not CUDA's words, but the toolkit's: CUDA sees a bad entry, and no device.
         ("all", "none", (), "'all'"),
         ("none", "none", (), "'none'"),
-        ("0:0", "none", (), "'0:0'"),
         ("cuda:0", "none", (), "'cuda:0'"),
         ("0,GPU-xyz", "list", ("0",), "'GPU-xyz'"),
         ("\udcff", "none", (), "'?'"),
@@ -326,9 +325,13 @@ UNASKED = types.SimpleNamespace(_C=types.SimpleNamespace())  # a torch that does
 @pytest.mark.parametrize(
     ("environ", "expected", "evidence"),
     [
-        ({}, False, "neither PYTORCH_CUDA_ALLOC_CONF nor PYTORCH_ALLOC_CONF is set"),
+        ({}, False, "none of PYTORCH_CUDA_ALLOC_CONF, PYTORCH_HIP_ALLOC_CONF, PYTORCH_ALLOC_CONF is set"),
         ({"PYTORCH_CUDA_ALLOC_CONF": ON}, True, "PYTORCH_CUDA_ALLOC_CONF='max"),
         ({"PYTORCH_ALLOC_CONF": ON}, True, "PYTORCH_ALLOC_CONF='max"),
+        # As torch 2.11 did in a CUDA build.
+        ({"PYTORCH_HIP_ALLOC_CONF": ON}, True, "PYTORCH_HIP_ALLOC_CONF='max"),
+        ({"PYTORCH_HIP_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": ON}, False, "torch reads PYTORCH_HIP_ALLOC_CONF only"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": OFF, "PYTORCH_HIP_ALLOC_CONF": ON}, False, "reads PYTORCH_CUDA_ALLOC_CONF only"),
         ({"PYTORCH_CUDA_ALLOC_CONF": ON, "PYTORCH_ALLOC_CONF": OFF}, True, "torch reads PYTORCH_CUDA_ALLOC_CONF only"),
         ({"PYTORCH_CUDA_ALLOC_CONF": OFF, "PYTORCH_ALLOC_CONF": ON}, False, "torch reads PYTORCH_CUDA_ALLOC_CONF only"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": ON}, False, "PYTORCH_CUDA_ALLOC_CONF=''"),
@@ -349,6 +352,26 @@ def test_a38_a_loaded_torch_knows_better(setting: str, expected: bool) -> None:
     fact = allocator({"PYTORCH_CUDA_ALLOC_CONF": ON}, torch)
     assert fact.expandable_segments is expected
     assert fact.evidence.startswith(f"torch itself says {setting!r}; PYTORCH_CUDA_ALLOC_CONF=")
+
+
+def in_use(expandable: bool, *, history: bool = False, started: bool = True) -> Any:
+    """A torch of any version, as far as it is asked; 2.11 has no call that tells the setting alone."""
+    memory = types.SimpleNamespace(_snapshot=lambda: {"allocator_settings": {"expandable_segments": expandable}})
+    cuda = types.SimpleNamespace(is_initialized=lambda: started, memory=memory)
+    return types.SimpleNamespace(cuda=cuda, _C=types.SimpleNamespace(_cuda_isHistoryEnabled=lambda: history))
+
+
+@pytest.mark.parametrize("setting", [True, False])
+def test_a38_the_allocator_that_runs_knows_best(setting: bool) -> None:
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": OFF if setting else ON}
+    fact = allocator(environ, in_use(setting))
+    assert fact.expandable_segments is setting
+    assert fact.evidence.startswith(f"torch's allocator itself says {setting}; PYTORCH_CUDA_ALLOC_CONF=")
+    # It is not asked where the answer would cost seconds, or would start CUDA.
+    unasked = allocator(environ, in_use(setting, history=True))
+    assert unasked.expandable_segments is not setting
+    assert "torch was not asked" in unasked.evidence
+    assert allocator(environ, in_use(setting, started=False)).expandable_segments is not setting
 
 
 def fails() -> str:

@@ -7,7 +7,8 @@ from typing import Final
 from syncstack.doctor import ways
 from syncstack.doctor.model import Check, Finding, Remedy, broken, holds, skip
 from syncstack.doctor.needs import DRIVER, GPU
-from syncstack.facts import Facts
+from syncstack.facts import Facts, VisibilityMask
+from syncstack.facts.visibility import repeated
 
 _GIVE: Final = Remedy(
     compose="deploy: {resources: {reservations: {devices: [{driver: nvidia, count: 1, capabilities: [gpu]}]}}}",
@@ -23,6 +24,7 @@ _LIBRARY: Final = Remedy(
     kubernetes="env: [{name: NVIDIA_DRIVER_CAPABILITIES, value: compute,utility}]",
 )
 _UNKNOWN: Final = Remedy(other="see what nvidia-smi says in the same container")
+_NO_USE: Final = "Nothing here can use the host's GPUs; weights go through its memory"
 # By the words before the colon of GpuFacts.problem: three causes that look alike to a program, and three remedies.
 _PROBLEMS: Final = {"no GPU node": _GIVE, "no permission": _PERMIT, "no driver library": _LIBRARY}
 
@@ -33,35 +35,50 @@ def _devices(facts: Facts) -> Finding:
         named = [f"{device.name} ({device.memory_bytes / (1 << 30):.0f} GiB)" for device in gpu.devices]
         detail = f"; {', '.join(named)}; driver {gpu.driver}" if named else ""
         return holds(f"{gpu.count or len(gpu.devices) or 'none'}: {gpu.evidence}{detail}")
+    cuda = next((mask for mask in gpu.masks if mask.name == "CUDA_VISIBLE_DEVICES"), None)
+    if cuda is not None and gpu.problem.startswith("hidden:"):
+        if cuda.kind == "none" and not cuda.stopped_at:  # Ray does this to a process that asked for no GPU
+            return holds(gpu.problem)
+        return broken(gpu.problem, _NO_USE, _unmask(cuda.name))
     # A host with GPUs runs containers that want none, too.
     asked = any(mask.name == "NVIDIA_VISIBLE_DEVICES" and mask.kind in ("all", "list") for mask in gpu.masks)
     if not gpu.count and not asked:
         return holds(gpu.problem)
     return broken(
         f"{gpu.problem} ({gpu.evidence})" if gpu.evidence not in gpu.problem else gpu.problem,
-        "Nothing here can use the host's GPUs; weights go through its memory",
+        _NO_USE,
         _PROBLEMS.get(gpu.problem.partition(":")[0], _UNKNOWN),
     )
 
 
 def _masks(facts: Facts) -> Finding:
     masks = [mask for mask in facts.gpu.masks if mask.kind != "unset"]
-    bad = [mask for mask in masks if mask.stopped_at]
     if not masks:
         return holds("no mask is set")
-    observed = ", ".join(f"{mask.name}={mask.text}" for mask in masks)
-    if not bad:
-        return holds(observed)
-    first = bad[0]
-    seen = f"only what stands before it is seen: {', '.join(first.entries)}" if first.entries else "no device is seen"
-    return broken(
-        f"{first.name}={first.text}: entry {first.stopped_at} is none",
-        f"The driver stops reading there without a word; {seen}",
-        Remedy(
-            other="entries are indices, GPU-... or MIG-... names, also shortened",
-            compose=f"environment: {{{first.name}: GPU-...}}",
-            kubernetes=f"no env {first.name} in the pod: the device plugin sets what it gives",
-        ),
+    mask, wrong, consequence = next(((mask, *bad) for mask in masks if (bad := _wrong(mask))), (masks[0], "", ""))
+    if not wrong:
+        return holds(", ".join(f"{mask.name}={mask.text}" for mask in masks))
+    return broken(f"{mask.name}={mask.text}: {wrong}", consequence, _unmask(mask.name))
+
+
+def _wrong(mask: VisibilityMask) -> tuple[str, str] | None:
+    """What is wrong with a mask, and what follows."""
+    twice = repeated(mask) if mask.name == "CUDA_VISIBLE_DEVICES" else ""
+    if twice:
+        return f"{twice} names a device for the second time", "The driver refuses the whole mask: no device is seen"
+    if mask.misread:
+        return f"the driver takes {mask.misread}", f"What is seen: {', '.join(mask.entries)}"
+    if mask.stopped_at:
+        seen = f"only what stands before it is seen: {', '.join(mask.entries)}" if mask.entries else "no device is seen"
+        return f"entry {mask.stopped_at} is none", f"The driver stops reading there without a word; {seen}"
+    return None
+
+
+def _unmask(name: str) -> Remedy:
+    return Remedy(
+        other="entries are indices, GPU-... or MIG-... names, also shortened, with commas and no spaces between",
+        compose=f"environment: {{{name}: GPU-...}}",
+        kubernetes=f"no env {name} in the pod: the device plugin sets what it gives",
     )
 
 
