@@ -78,14 +78,19 @@ def client_settings(pod: Pod, **changes: object) -> Settings:
     return Settings.load(**{"token_file": pod.token_file, "engine_ready_s": 20, **changes})
 
 
-def assert_refits(trainer: subprocess.Popen[str], engine: Engine, versions: tuple[int, ...]) -> None:
+def assert_refits(
+    trainer: subprocess.Popen[str], engine: Engine, versions: tuple[int, ...], transport: str = "host_fd"
+) -> dict[str, str]:
+    """Returns why no better transport was taken."""
     for version in versions:
         report = read_line(trainer)
-        assert (report["version"], report["transport"]) == (version, "host_fd")
+        assert (report["version"], report["transport"]) == (version, transport)
         assert report["digests_equal"] == report["tensors"] == 20
     assert trainer.wait(timeout=30) == 0
     assert engine.complete().headers["x-syncstack-version"] == str(versions[-1])
     assert close_to(engine.logprobs(), report["logprobs"])
+    why_not: dict[str, str] = report["why_not"]
+    return why_not
 
 
 def namespace(pid: int, kind: str) -> str:
@@ -140,7 +145,7 @@ def await_status(pid: int, line: str) -> str:
 
 
 @pytest.mark.parametrize("denied", ["restrictive", "pidfd_getfd"])
-def test_a_denied_call_is_named_and_costs_the_engine_nothing(
+def test_a_denied_call_is_named_and_the_bytes_go_over_the_link(
     start_engine: StartEngine, start_trainer: StartTrainer, make_pod: Callable[..., Pod], model: Path, tmp_path: Path,
     denied: str,
 ) -> None:  # fmt: skip
@@ -149,7 +154,8 @@ def test_a_denied_call_is_named_and_costs_the_engine_nothing(
     filtered = [sys.executable, "-m", "syncstack.cli", "seccomp", "run", profile, "--"]
     engine = start_engine(env=pod.listening(), wrap=[*pod.wrap, *filtered])
     before = engine.logprobs()
-    trainer = start_trainer(model, "1", address=address_of(engine), env=pod.env(**HOST_FD), wrap=pod.wrap)
+    where = {"address": address_of(engine), "wrap": pod.wrap}
+    trainer = start_trainer(model, "1", env=pod.env(**HOST_FD), **where)
     read_line(trainer)
     failure = read_line(trainer)
     assert failure["error"] == "PlanError"
@@ -157,20 +163,41 @@ def test_a_denied_call_is_named_and_costs_the_engine_nothing(
     assert "By pidfd_getfd: the engine may not call pidfd_getfd (pidfd_getfd" in failure["text"]
     assert failure["seconds"] < 2.0
     assert engine.logprobs() == before
+    trainer = start_trainer(model, "2", env=pod.env(), **where)
+    read_line(trainer)
+    assert "the engine may not call pidfd_getfd" in assert_refits(trainer, engine, (1, 2), "stream")["host_fd"]
 
 
-def test_a_trainer_in_another_pid_namespace_is_refused_by_its_cause(
+def test_a_trainer_in_another_pid_namespace_sends_its_bytes_over_the_link(
     start_engine: StartEngine, start_trainer: StartTrainer, make_pod: Callable[..., Pod], model: Path
 ) -> None:
+    """No folder and no PID namespace in common: nothing but the link is left."""
     pod = make_pod()
     engine = start_engine(env=pod.listening(), wrap=pod.wrap)
     apart = [*pod.wrap, "unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "--"]
-    trainer = start_trainer(model, "1", address=address_of(engine), env=pod.env(**HOST_FD), wrap=apart)
+    trainer = start_trainer(model, "2", address=address_of(engine), env=pod.env(), wrap=apart)
     read_line(trainer)
-    failure = read_line(trainer)
-    assert failure["error"] == "PlanError"
-    assert "the engine cannot name the trainer's process: they are in different PID namespaces" in failure["text"]
-    assert "shareProcessNamespace" in failure["text"]
+    why_not = assert_refits(trainer, engine, (1, 2), "stream")["host_fd"]
+    assert "they are in different PID namespaces" in why_not
+    assert "shareProcessNamespace" in why_not
+
+
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_stream_can_be_asked_for_where_a_descriptor_could_go(
+    start_engine: StartEngine, start_trainer: StartTrainer, make_pod: Callable[..., Pod], model: Path, way: str
+) -> None:
+    """Both under restrictive, over either kind of link."""
+    pod = make_pod()
+    engine = start_engine(env=pod.listening(also="unix,"), profile="restrictive")
+    trainer = start_trainer(
+        model,
+        "3",
+        address=address_of(engine) if way == "tcp" else engine.address,
+        env=pod.env(SYNCSTACK_TRANSPORT="stream"),
+        profile="restrictive",
+    )
+    read_line(trainer)
+    assert assert_refits(trainer, engine, (1, 2, 3), "stream") == {}
 
 
 @pytest.fixture
