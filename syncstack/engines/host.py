@@ -53,13 +53,21 @@ async def start_control(host: EngineHost, state: EngineState, settings: Settings
 
 
 async def _serve(control: Control, sockets: list[socket.socket], token: Token | None, listen: Listen) -> None:
-    """One server for each socket: the one of TCP asks for the token, the other for the kernel's word."""
+    """One server for each socket: the one of TCP asks for the token, the other for the kernel's word.
+
+    When one of them ends, the engine's health says so.
+    """
+
+    def deaf(_: asyncio.Task[None]) -> None:
+        control.state.reachable = False
+
     servers = []
     for sock in sockets:
         local = sock.family == socket.AF_UNIX
         log.info("control endpoint at %s", sock.getsockname() if local else tcp.address_of(sock))
         serving = ControlServer(control, None if local else token).serve(sockets=[sock])
         servers.append(asyncio.create_task(serving))
+        servers[-1].add_done_callback(deaf)
     try:
         await asyncio.wait(servers)
     finally:

@@ -10,9 +10,9 @@ from syncstack.facts import Cause, Facts, Hello, SyscallFact
 from syncstack.plan.model import FdWay, Need, Unmet
 from syncstack.plan.needs import (
     common_folder,
+    network,
     reached,
     same_namespace,
-    same_network,
     same_sandbox,
     sandboxed,
 )
@@ -164,9 +164,10 @@ def _lsm(sender: Hello, receiver: Hello) -> str | None:
 
 def _talk(sender: Hello, receiver: Hello) -> str | None:
     """The engine must be told the process and the descriptor's number."""
-    if reached(sender, receiver, "unix", "tcp") or same_network(sender, receiver):
+    if reached(sender, receiver, "unix"):
         return None
-    return "the trainer has no way to tell the engine which descriptor to fetch: neither has reached the other over TCP"
+    lack = network(sender, receiver)
+    return f"the trainer has no way to tell the engine which descriptor to fetch: {lack}" if lack else None
 
 
 # On one host, which whoever wants a descriptor needs anyway.

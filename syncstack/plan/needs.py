@@ -120,7 +120,7 @@ def _folders(sender: Hello, receiver: Hello) -> str | None:
 def _no_folder(facts: Facts) -> str | None:
     folder = facts.socket_dir
     if folder is None:
-        return "was asked about no folder (SYNCSTACK_SOCKET_DIR)"
+        return "uses no folder (SYNCSTACK_SOCKET_DIR; an engine with `--listen unix` only)"
     if not folder.writable:
         return f"cannot use its folder ({folder.evidence})"
     return None if folder.inode else f"does not know its folder's inode ({folder.evidence})"
@@ -133,13 +133,13 @@ def _place(side: str, folder: FolderFact) -> str:
 def network(sender: Hello, receiver: Hello) -> str | None:
     """A way over TCP: tried, or one network namespace, or addresses of one family on both sides."""
     us, them = sender.facts, receiver.facts
-    if reached(sender, receiver, "tcp") or same_network(sender, receiver) or _families(us) & _families(them):
+    if reached(sender, receiver, "tcp") or _same_network(sender, receiver) or _families(us) & _families(them):
         return None
     shown = [", ".join(sorted(_families(facts))) or "none" for facts in (us, them)]
     return f"no network that both are on: usable address families of the trainer: {shown[0]}; of the engine: {shown[1]}"
 
 
-def same_network(sender: Hello, receiver: Hello) -> bool:
+def _same_network(sender: Hello, receiver: Hello) -> bool:
     """Whether both are in one network namespace, and so on one loopback."""
     return same_host(sender, receiver) is None and same_namespace(sender.facts, receiver.facts, "net")
 

@@ -20,11 +20,16 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 VERSION_HEADER = b"x-syncstack-version"
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/v1/models"})
-"""Read-only routes that neither generate nor touch weights: always let through."""
+"""Read-only routes that neither generate nor touch weights: always let through, but for a deaf engine's health."""
+
+HEALTH_PATH = "/health"
 
 
 class Gate:
     """Refuses every request that could generate while the weights are not verified.
+
+    An engine whose control endpoint does not listen, not yet or no more, is not healthy, whatever else it can do: no
+    trainer gets in. That is all that its health tells anybody who asks.
 
     A refused request gets 503 and, while an update is on, ``Retry-After: 1``. Version is that of the moment when the
     request was let in: with ``pause_mode=keep`` a request that is frozen over an update ends under the next one. The
@@ -37,7 +42,11 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer for the engine."""
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path == HEALTH_PATH and not self._state.reachable:
+            await _answer(send, "no control endpoint listens", "engine_unreachable", [])
+            return
+        if scope["type"] == "lifespan" or path in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         if not self._state.accepts_requests:
@@ -66,9 +75,15 @@ class Gate:
         dirty = state.step is Step.DIRTY or bool(state.reason)
         updating = f"weights are being updated ({state.step})"
         message = f"the engine refuses to serve: {state.reason}" if dirty else updating
-        error = {"message": message, "type": "engine_dirty" if dirty else "engine_updating", "code": 503}
-        headers = [(b"content-type", b"application/json"), (VERSION_HEADER, str(state.version).encode())]
+        headers = [(VERSION_HEADER, str(state.version).encode())]
         if not dirty:
             headers.append((b"retry-after", b"1"))
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+        await _answer(send, message, "engine_dirty" if dirty else "engine_updating", headers)
+
+
+async def _answer(send: Send, message: str, kind: str, headers: list[tuple[bytes, bytes]]) -> None:
+    """A 503 in the form of OpenAI's errors."""
+    error = {"message": message, "type": kind, "code": 503}
+    headers = [(b"content-type", b"application/json"), *headers]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})

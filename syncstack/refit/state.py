@@ -74,6 +74,8 @@ class EngineState:
         """Requests that the gate has let in and that have not ended."""
         self.tainted = True
         """The weights may be mixed, or the engine is still starting: nothing may be served."""
+        self.reachable = False
+        """A trainer can get in: the control endpoint listens."""
 
     @property
     def accepts_requests(self) -> bool:
@@ -81,9 +83,10 @@ class EngineState:
         return self.step in (Step.SERVING, Step.OPEN) and not self.tainted
 
     def started(self) -> None:
-        """The engine has loaded its model folder: version 0."""
+        """The engine has loaded its model folder, version 0, and its control endpoint listens."""
         assert self.step is Step.STARTING
         self.tainted = False
+        self.reachable = True
         self._move(Step.SERVING)
 
     def begin(self, version: int, session: str) -> None:

@@ -40,6 +40,18 @@ def test_every_service_is_hardened(profile: str) -> None:
         assert service.get("network_mode") in (None, "none"), name
 
 
+def test_the_agreement_test_hardens_its_containers_alike() -> None:
+    file = "tests/compose/agreement.yaml"
+    command = ("docker", "compose", "--file", file, "--profile", "prepare", "config", "--format", "json")
+    cells = json.loads(check(*command, SECURITY="seccomp=./seccomp/restrictive.json"))["services"]
+    stack = resolved()["services"]["trainer"]
+    for name, service in cells.items():
+        for option in ("user", "cap_drop", "security_opt", "read_only", "tmpfs", "ipc", "init"):
+            assert service[option] == stack[option], (name, option)
+        assert not {"privileged", "cap_add", "devices", "userns_mode"} & set(service), name
+    assert [name for name, service in cells.items() if "pid" in service] == ["trainer-pid"]
+
+
 def test_the_default_profile_is_restrictive() -> None:
     options = {service["security_opt"][1] for service in resolved(SECCOMP="")["services"].values()}
     assert options == {"seccomp=./seccomp/restrictive.json"}

@@ -65,6 +65,16 @@ def test_a_dirty_engine_says_why_and_not_to_try_again() -> None:
     assert "the power failed" in response.json()["error"]["message"]
 
 
-def test_a_starting_engine_is_healthy_but_serves_nothing() -> None:
-    assert run(EngineState()).status_code == 503
-    assert run(EngineState(), "/health").status_code == 200
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+def test_a_starting_engine_serves_nothing_and_is_not_healthy(path: str) -> None:
+    assert run(EngineState(), path).status_code == 503
+
+
+def test_a_dirty_engine_is_healthy_and_one_that_no_trainer_reaches_is_not() -> None:
+    state = serving(3)
+    state.taint("a test")
+    assert run(state, "/health").status_code == 200  # only a refit heals it, no restart
+    state.reachable = False
+    response = run(state, "/health")
+    assert (response.status_code, response.json()["error"]["type"]) == (503, "engine_unreachable")
+    assert "x-syncstack-version" not in response.headers

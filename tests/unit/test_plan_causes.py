@@ -32,6 +32,11 @@ def pidfd_pair() -> Pair:
     return apart(cpu_pair())
 
 
+def strangers() -> Pair:
+    """The same, each on a network of its own to look at, and neither has dialled the other."""
+    return engine(both(pidfd_pair(), "reachable", ()), "facts.namespaces.net", "9")
+
+
 def refused(name: str, code: str, verdict: str) -> SyscallFact:
     return SyscallFact(name=name, number=1, verdict=verdict, evidence=f"{name}(-1, 0, 0) = {code}")  # type: ignore[arg-type]
 
@@ -166,9 +171,14 @@ def test_what_was_not_asked_is_not_assumed() -> None:
         (engine(pidfd_pair(), "facts.syscalls", {}), "whether the engine may call pidfd_getfd was not asked"),
         (trainer(pidfd_pair(), "facts.identity", None), "who the trainer is"),
         (both(pidfd_pair(), "facts.namespaces.pid", ""), "different PID namespaces (unknown and unknown"),
-        (engine(both(pidfd_pair(), "reachable", ()), "facts.namespaces.net", "9"), "neither has reached the other"),
+        (both(strangers(), "facts.network.interfaces", ()), "which descriptor to fetch: no network that both are on"),
     ):
         assert reason in why(pair)
+
+
+def test_a_network_that_nobody_tried_yet_is_good_enough_to_name_a_descriptor() -> None:
+    """So that two hellos that came by mail give the plan that the two processes would come to."""
+    assert choose(*strangers(), HOST).fd == choose(*trainer(strangers(), "reachable", ("tcp",)), HOST).fd == "pidfd"
 
 
 def test_the_capability_helps_where_the_kernel_says_so_and_nowhere_else() -> None:

@@ -170,7 +170,7 @@ def may_look_into(s: Hello, r: Hello) -> bool:
 def pidfd(s: Hello, r: Hello) -> bool:
     calls = [r.facts.syscalls.get(name) for name in ("pidfd_open", "pidfd_getfd")]
     crossing = (gvisor(s) or gvisor(r)) and not (gvisor(s) and gvisor(r) and unix(s, r))
-    talk = bool(s.reachable + r.reachable) or shares(s, r, "net")
+    talk = unix(s, r) or network(s, r)
     return (
         one_host(s, r)
         and not crossing

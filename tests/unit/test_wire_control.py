@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 import pytest
 
+from syncstack.engines.host import start_control
 from syncstack.errors import LinkRefused, SettingsError
+from syncstack.facts import say_hello
 from syncstack.refit import http as http_module
 from syncstack.refit.client import EngineClient
 from syncstack.refit.control import Control
 from syncstack.refit.http import ControlServer
+from syncstack.refit.messages import WorkerInfo
 from syncstack.refit.state import EngineState
 from syncstack.settings import PauseMode, Settings
 from syncstack.wire import tcp, unix
@@ -69,6 +73,37 @@ def over_tcp(talk: Callable[[Address], T], *, token: str | None = SECRET) -> T:
             return await asyncio.to_thread(talk, tcp.address_of(sock))
 
     return asyncio.run(run())
+
+
+class OneWorker(NoEngine):
+    """An engine whose one worker says who it is, and no more."""
+
+    async def call_workers(self, op: str, session: str, expect: str, deadline_s: float) -> list[dict[str, Any]]:
+        return [msgspec.to_builtins(WorkerInfo(port=1, hello=say_hello("engine")))]
+
+
+@pytest.mark.parametrize("door", ["unix", "tcp", "both"])
+def test_an_engine_is_reachable_until_a_door_is_shut(tmp_path: Path, door: str) -> None:
+    """Health needs no more than that: no name, no address, no token."""
+
+    async def scenario() -> None:
+        listen = {"unix": "unix", "tcp": "tcp://127.0.0.1:0", "both": "unix,tcp://127.0.0.1:0"}[door]
+        state = EngineState()
+        task = await start_control(OneWorker(), state, settings(listen=listen, socket_dir=tmp_path))
+        await asyncio.sleep(0.2)
+        assert state.reachable
+        serving: list[Any] = [each for each in asyncio.all_tasks() if "Server.serve" in repr(each.get_coro())]
+        assert len(serving) == len(listen.split(","))
+        servers = [each.get_coro().cr_frame.f_locals["self"] for each in serving]
+        servers[0].should_exit = True
+        await asyncio.wait(serving[:1], timeout=5)
+        await asyncio.sleep(0)
+        assert not state.reachable
+        for server in servers:
+            server.should_exit = True
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(scenario())
 
 
 def settings(**changes: object) -> Settings:
