@@ -74,7 +74,6 @@ def refit(address: str, url: str, folder: Path) -> None:
     from safetensors.torch import load_file
 
     from syncstack import Coordinator, EngineClient, ModuleSource, Settings
-    from syncstack.errors import PlanError
     from syncstack.wire.link import Link
     from syncstack.wire.messages import Offer
 
@@ -98,14 +97,10 @@ def refit(address: str, url: str, folder: Path) -> None:
     found: dict[str, Any] = {"before": ask(url)}
     settings = Settings.load(engine_ready_s=20)
     engine = EngineClient.connect(address, settings=settings)
-    found["state_before"] = engine.state().step
     with Coordinator(source=ModuleSource(Weights()), engines=[engine], settings=settings) as coordinator:
-        try:
-            (report,) = coordinator.refit(engine.state().version + 1)
-            found |= {"transport": report.transport, "why_not": report.why_not}
-            found["proven"] = report.digests_equal == report.tensors > 0
-        except PlanError as error:
-            found |= {"transport": "none", "error": str(error)}
+        (report,) = coordinator.refit(engine.state().version + 1)
+        found |= {"transport": report.transport, "why_not": report.why_not}
+        found["proven"] = report.digests_equal == report.tensors > 0
         found |= {"ways": sorted(ways), "after": ask(url), "state_after": engine.state().step}
     print(json.dumps(found))
 
