@@ -28,18 +28,25 @@ Work = Callable[[TensorSlot, torch.Tensor], R]
 MAX_WRITERS = 4
 """Threads that work, at most: with more the memory is the limit."""
 
-WINDOW = 8
-"""Tensors that are handed to the threads ahead of the one that is waited for."""
+RUN_BYTES = 2 << 20
+"""Small tensors are worked on in runs of this size: a wake-up costs as much as the copy of one of them."""
+
+AHEAD_BYTES = 64 << 20
+"""Small tensors that may have been taken from the source while a large one is worked on."""
+
+Run = list[tuple[TensorSlot, torch.Tensor]]
 
 
 class ValueReader:
-    """One per sender. ``window_bytes`` bounds what the tensors ahead may hold together, one tensor aside."""
+    """One per sender. ``window_bytes`` bounds what is taken from the source behind a run that is not done yet, one run
+    aside; left out: ``AHEAD_BYTES``, or two large tensors for each thread."""
 
     def __init__(self, *, bucket_bytes: int, window_bytes: int | None = None) -> None:
         self._bucket_bytes = bucket_bytes
         self._window_bytes = window_bytes
         self._busy: Future[None] | None = None
-        self._threads = ThreadPoolExecutor(min(MAX_WRITERS, os.cpu_count() or 1), "syncstack-write")
+        self._num_helpers = max(1, min(MAX_WRITERS, os.cpu_count() or 1) - 1)
+        self._helpers = ThreadPoolExecutor(self._num_helpers, "syncstack-write")
         self.cast_bytes = 0
         """Bytes of the last version's values that had another dtype than the one in which they travel."""
 
@@ -77,38 +84,48 @@ class ValueReader:
         ``stop`` ends it with a TransportError before the next value.
         """
         first, filled, done = 0, 0, list[tuple[TensorSlot, R]]()
-        for slot, found in self._worked(self._values(source, wanted, manifest, stop), work):
-            done.append((slot, found))
-            filled += slot.nbytes
+        for run in self._worked(_runs(self._values(source, wanted, manifest, stop)), work):
+            done += run
+            filled += _size(run)
             if filled >= self._bucket_bytes:
                 yield first, done
                 first, filled, done = first + len(done), 0, []
         if done:
             yield first, done
 
-    def _worked(
-        self, values: Iterator[tuple[TensorSlot, torch.Tensor]], work: Work[R]
-    ) -> Iterator[tuple[TensorSlot, R]]:
-        """Work in several threads, a few tensors ahead; yields in order. The values of the window are held together.
+    def _worked(self, runs: Iterator[Run], work: Work[R]) -> Iterator[list[tuple[TensorSlot, R]]]:
+        """Work on the runs in several threads; yields in order. What was taken from the source is held until then.
 
-        One core cannot fill a memory bus; memmove and the digest release the interpreter lock.
+        One core cannot fill a memory bus; memmove and the digest release the interpreter lock. This thread asks the
+        source, and works too whenever the helpers have enough: a thread that only hands out work is one more to wake,
+        on cores that have no time for it.
         """
-        window: deque[tuple[TensorSlot, Future[R]]] = deque()
-        held = 0
+
+        def call(run: Run) -> list[tuple[TensorSlot, R]]:
+            return [(slot, work(slot, value)) for slot, value in run]
+
+        window: deque[tuple[int, Future[list[tuple[TensorSlot, R]]]]] = deque()
         try:
-            for slot, value in values:
-                window.append((slot, self._threads.submit(work, slot, value)))
-                held += slot.nbytes
-                while len(window) >= WINDOW or (self._window_bytes is not None and held > self._window_bytes):
-                    done, future = window.popleft()
-                    held -= done.nbytes
-                    yield done, future.result()
+            for run in runs:
+                if sum(not future.done() for _, future in window) <= self._num_helpers:
+                    future = self._helpers.submit(call, run)
+                else:
+                    future = Future()
+                    future.set_result(call(run))
+                window.append((_size(run), future))
+                while window and (window[0][1].done() or self._is_full(window)):
+                    yield window.popleft()[1].result()
             while window:
-                done, future = window.popleft()
-                yield done, future.result()
+                yield window.popleft()[1].result()
         finally:
             # After a failure nobody may work on: its memory is about to be given up.
             wait([future for _, future in window])
+
+    def _is_full(self, window: Sequence[tuple[int, Future[list[tuple[TensorSlot, R]]]]]) -> bool:
+        ahead = sum(num_bytes for num_bytes, _ in window) - window[0][0]
+        if self._window_bytes is not None:
+            return ahead > self._window_bytes
+        return ahead > AHEAD_BYTES and len(window) > 2 * (self._num_helpers + 1)
 
     def _values(
         self, source: WeightSource, wanted: Sequence[Wanted], manifest: Manifest, stop: threading.Event
@@ -128,7 +145,23 @@ class ValueReader:
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown()
+        self._helpers.shutdown()
+
+
+def _runs(values: Iterator[tuple[TensorSlot, torch.Tensor]]) -> Iterator[Run]:
+    """The same values in runs of ``RUN_BYTES`` or a little more; a large tensor is the last of its run."""
+    run = Run()
+    for slot, value in values:
+        run.append((slot, value))
+        if _size(run) >= RUN_BYTES:
+            yield run
+            run = Run()
+    if run:
+        yield run
+
+
+def _size(run: Sequence[tuple[TensorSlot, object]]) -> int:
+    return sum(slot.nbytes for slot, _ in run)
 
 
 def _next_tensor(tensors: Iterator[tuple[str, torch.Tensor]], name: str) -> torch.Tensor:

@@ -25,8 +25,8 @@ from syncstack.weights.source import WeightSource
 from syncstack.wire.link import Link
 from syncstack.wire.messages import BucketReady, Offer, Staged, StageEnd
 
-PIECE_BYTES = 512 << 10
-"""Copy and digest in pieces of this size: source and target of one fit a common second-level cache."""
+PIECE_BYTES = 1 << 20
+"""Copy and digest in pieces of this size: the digest finds its piece in the cache."""
 
 
 class HostFdSender:
@@ -36,6 +36,8 @@ class HostFdSender:
         self._segment: SenderSegment | None = None
         self._known: WeakKeyDictionary[Link, str] = WeakKeyDictionary()
         self._reader = ValueReader(bucket_bytes=bucket_bytes)
+        self.write_s = 0.0
+        """How long the last version took to write and announce; what it took beyond that was waiting for workers."""
 
     @property
     def cast_bytes(self) -> int:
@@ -92,6 +94,7 @@ class HostFdSender:
         wait_s: float,
     ) -> None:
         """Tell every worker of each bucket as it is filled, and then that there are no more."""
+        begin = time.perf_counter()
         for first, written in buckets:
             bucket = BucketReady(session=session, first=first, digests=tuple(found for _, found in written))
             for link in links:
@@ -99,6 +102,7 @@ class HostFdSender:
         segment.end_write()
         for link in links:
             link.send(StageEnd(session=session), deadline=time.monotonic() + wait_s)
+        self.write_s = time.perf_counter() - begin
 
     def _ensure_segment(self, data_bytes: int) -> SenderSegment:
         if self._segment is None or self._segment.data_bytes != data_bytes:
