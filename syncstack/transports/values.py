@@ -84,7 +84,7 @@ class ValueReader:
         ``stop`` ends it with a TransportError before the next value.
         """
         first, filled, done = 0, 0, list[tuple[TensorSlot, R]]()
-        for run in self._worked(_runs(self._values(source, wanted, manifest, stop)), work):
+        for run in self._worked(self._runs(self._values(source, wanted, manifest, stop)), work):
             done += run
             filled += _size(run)
             if filled >= self._bucket_bytes:
@@ -92,6 +92,18 @@ class ValueReader:
                 first, filled, done = first + len(done), 0, []
         if done:
             yield first, done
+
+    def _runs(self, values: Iterator[tuple[TensorSlot, torch.Tensor]]) -> Iterator[Run]:
+        """The same values in runs that reach ``RUN_BYTES``, or a bucket; a large tensor is the last of its run."""
+        least = min(RUN_BYTES, self._bucket_bytes)
+        run = Run()
+        for slot, value in values:
+            run.append((slot, value))
+            if _size(run) >= least:
+                yield run
+                run = Run()
+        if run:
+            yield run
 
     def _worked(self, runs: Iterator[Run], work: Work[R]) -> Iterator[list[tuple[TensorSlot, R]]]:
         """Work on the runs in several threads; yields in order. What was taken from the source is held until then.
@@ -146,18 +158,6 @@ class ValueReader:
     def close(self) -> None:
         """End the threads."""
         self._helpers.shutdown()
-
-
-def _runs(values: Iterator[tuple[TensorSlot, torch.Tensor]]) -> Iterator[Run]:
-    """The same values in runs of ``RUN_BYTES`` or a little more; a large tensor is the last of its run."""
-    run = Run()
-    for slot, value in values:
-        run.append((slot, value))
-        if _size(run) >= RUN_BYTES:
-            yield run
-            run = Run()
-    if run:
-        yield run
 
 
 def _size(run: Sequence[tuple[TensorSlot, object]]) -> int:
