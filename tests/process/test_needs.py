@@ -36,7 +36,7 @@ os.ftruncate(memfd, 4096)
 with mmap.mmap(memfd, 4096) as view:
     view[:7] = b"weights"
 fcntl.fcntl(memfd, 1033, 0xF)
-with tempfile.TemporaryDirectory() as folder:
+with tempfile.TemporaryDirectory(dir=sys.path[0]) as folder:
     with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
         server.bind(folder + "/socket")
         server.listen(1)
