@@ -33,6 +33,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
 assert seen and os.uname().sysname == "Linux"
 memfd = os.memfd_create("w", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 os.ftruncate(memfd, 4096)
+assert os.write(memfd, b"WEIGHTS") == 7
 with mmap.mmap(memfd, 4096) as view:
     view[:7] = b"weights"
 fcntl.fcntl(memfd, 1033, 0xF)
