@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from syncstack.weights.manifest import TensorSlot
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_PIECE_BYTES = 4 << 20
 """Most bytes that follow one frame: what a side that gave up a session has still to send, or to skip."""
