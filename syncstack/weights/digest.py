@@ -21,10 +21,10 @@ The leaf's size::
 
     KiB                                                64     128    256    512    1024
     one CPU core, 269 MB, against plain XXH3-64       +35 %  +18 %  +13 %   +8 %   +4 %
-    H200, 6.2 GB in 434 tensors (a copy: 2.88 ms)     1.38   1.42   1.41   1.41   1.46 ms
-    H200, 0.77 GB in 59 tensors (a copy: 0.37 ms)     0.19   0.21   0.20   0.22   0.32 ms
+    H200, 6.2 GB in 434 tensors (a copy: 2.89 ms)     1.42   1.42   1.45   1.42   1.60 ms
+    H200, 0.77 GB in 59 tensors (a copy: 0.37 ms)     0.22   0.22   0.20   0.22   0.33 ms
 
-(``bench/results/gpu_digest_h200.json``.) On ``host_fd`` as a whole 512 KiB costs 2 %.
+(The H200: ``bench/results/gpu_digest_h200.json``.) On ``host_fd`` as a whole 512 KiB costs 2 %.
 """
 
 from __future__ import annotations

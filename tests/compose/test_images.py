@@ -64,3 +64,11 @@ def test_the_engine_has_a_healthcheck_and_no_cuda_packages() -> None:
     names = inside(image, "ls /opt/venv/lib/python3*/site-packages").split()
     assert "vllm" in names
     assert not {"torchvision", "torchaudio", "torchcodec", "triton", "nvidia"} & set(names)
+
+
+def test_the_unit_tests_pass_locked_down_as_the_stack_is() -> None:
+    """On the images' own Python, as their user, under the restrictive profile, with a read-only root and no network."""
+    compose = ". docker/lib.sh; export COMPOSE_PROFILES=test; compose"
+    check("bash", "-c", f"{compose} build test", timeout_s=900)
+    output = check("bash", "-c", f"{compose} run --rm test", timeout_s=300, SECCOMP="restrictive")
+    assert " passed" in output.splitlines()[-1]

@@ -27,6 +27,7 @@ from tests.unit.doctor_real import (
     doctor,
     end,
     filtered,
+    needs_no_filter,
     needs_powerless,
     needs_users,
     peer,
@@ -37,6 +38,7 @@ NON_DUMPABLE = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)"
 
 
 @needs_powerless
+@needs_no_filter
 def test_a02_a_ptrace_rule_is_no_filter_and_no_capability_is_advised() -> None:
     """Two processes of one user without capabilities, the sender not dumpable: EPERM with no filter at all."""
     target = sleeper(NON_DUMPABLE, *POWERLESS)
@@ -75,6 +77,7 @@ def test_a02_the_process_that_hides_is_told_so_itself() -> None:
     assert "prctl(PR_GET_DUMPABLE) is not 1" in done.stdout
 
 
+@needs_no_filter
 def test_a04_a_wrong_number_is_no_matter_of_permission() -> None:
     target = sleeper()
     try:
@@ -152,6 +155,7 @@ def test_a31_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "Is a directory" in outcome.observed
 
 
+@needs_no_filter
 def test_a33_that_ptrace_works_says_nothing(tmp_path: Path) -> None:
     found = doctor(*filtered(tmp_path, "pidfd_getfd", errno=1), folder=tmp_path)
     assert found["facts"]["syscalls"]["ptrace"]["verdict"] == "ok"
