@@ -35,6 +35,7 @@ from syncstack.refit.report import RefitReport
 from syncstack.refit.target import Target
 from syncstack.settings import Settings
 from syncstack.threads import in_thread
+from syncstack.transports.order import await_done, mark
 from syncstack.transports.senders import Sender, make_sender
 from syncstack.weights.manifest import Wanted, resolve
 from syncstack.weights.source import WeightSource
@@ -104,6 +105,7 @@ class Coordinator:
 
     def _run(self, refit: Progress) -> None:
         with refit.timed("begin"):
+            await_done(mark(), wait_s=self._settings.link_s)  # here: other threads read what this one has asked for
             wanted = self._agreed()
             for target in self._targets:
                 metas = tuple(want.meta for want in wanted)
@@ -175,6 +177,7 @@ class Coordinator:
             worker_s=max(staged.digest_s for staged in refit.staged),
             cast_bytes=self._sender.cast_bytes,
             throttled_s=throttled_s() - waited,
+            unpinned=self._sender.unpinned,
         )
         self._warm = True
 
@@ -286,6 +289,7 @@ class Coordinator:
             phases=dict(refit.phases),
             digests_equal=min(staged.digests_equal for staged in refit.staged),
             cast_bytes=stage.cast_bytes,
+            unpinned=stage.unpinned,
         )
 
     def close(self) -> None:

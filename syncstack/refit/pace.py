@@ -33,6 +33,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     cast_bytes: int
     throttled_s: float
     """How long the trainer's cgroup kept it off the processors."""
+    unpinned: str = ""
+    """Why values of a GPU went through memory that is not page-locked."""
 
 
 class ClockedSource:
@@ -90,4 +92,6 @@ def _likely(stage: Stage) -> str:
         )
     if stage.cast_bytes > stage.bytes / 4:
         return f"{stage.cast_bytes / 1e6:.0f} MB were cast on the way: give the weights in the engine's dtype"
+    if stage.unpinned:
+        return f"the weights left the GPU through memory that is not page-locked: {stage.unpinned}"
     return "neither source, worker nor cast account for it: other processes use the memory or the processors"

@@ -114,6 +114,7 @@ def flatten(
         digests_compared=report.tensors,
         digests_matched=report.digests_equal,
         cast_bytes=report.cast_bytes,
+        unpinned=report.unpinned,
         max_abs_dlogprob=max_abs_dlogprob,
         parity_tolerance=tolerance,
         stale_abs_dlogprob=stale,

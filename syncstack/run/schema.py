@@ -95,6 +95,8 @@ class RefitRecord(msgspec.Struct, frozen=True, kw_only=True):
     digests_compared: Count
     digests_matched: Count
     cast_bytes: Count = 0
+    unpinned: str = ""
+    """Why values of a GPU went through memory that is not page-locked; "" where they did not."""
     max_abs_dlogprob: float | None = None
     """Largest |difference| of the engine's log-probabilities of the fixed text from the trainer's; null: unchecked."""
     parity_tolerance: float | None = None

@@ -24,6 +24,11 @@ class Sender(Protocol):
         """Bytes of the last version's values that had another dtype than the one in which they travel."""
         ...
 
+    @property
+    def unpinned(self) -> str:
+        """Why values of a GPU went through memory that is not page-locked, and so slower; "" where they did not."""
+        ...
+
     def stage(
         self,
         source: WeightSource,

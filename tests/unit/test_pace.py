@@ -47,6 +47,7 @@ def test_a_version_of_a_few_pages_is_never_called_slow() -> None:
         ({"source_s": 0.9}, "the weight source took 0.90 s of 1.00 s"),
         ({"worker_s": 0.8}, "the engine's worker took 0.80 s of 1.00 s to verify"),
         ({"cast_bytes": GB}, "1000 MB were cast on the way"),
+        ({"unpinned": "no bindings"}, "memory that is not page-locked: no bindings"),
         ({}, "other processes use the memory"),
         ({"throttled_s": 0.5, "source_s": 0.9, "worker_s": 0.8}, "raise its CPU limit"),
     ],

@@ -89,6 +89,33 @@ def test_a_field_out_of_bounds_is_refused() -> None:
             link.receive(deadline=soon())
 
 
+OFFER = msgspec.to_builtins(
+    Offer(session="s" * 8, version=1, segment="0" * 32, segment_bytes=0, generation=0, tensors=())
+)
+
+
+@pytest.mark.parametrize(
+    ("record", "match"),
+    [
+        ([1, 2, 3, 4, 5], "Expected `object`, got `array`"),
+        (["Offer", list(OFFER.values())], "Expected `object`, got `array`"),
+        ({name: value for name, value in OFFER.items() if name != "generation"}, "missing required field `generation`"),
+        ({**OFFER, "device": 0}, "unknown field `device`"),
+        ({**OFFER, "tensors": [["w", "uint8", [4], 0, 4]]}, r"got `array` - at `\$.tensors\[0\]`"),
+        ({**OFFER, "tensors": [{"name": "w", "dtype": "uint8", "shape": [4], "offset": 0}]}, "field `nbytes`"),
+        ({**OFFER, "handle": {"kind": "memfd-scm", "extra": 1}}, r"field `extra` - at `\$.handle`"),
+    ],
+)
+def test_a17_a_record_has_names_and_a_malformed_one_is_refused_by_the_fields_name(record: object, match: str) -> None:
+    """And not by its place in a tuple, which changes from release to release: the frame's version is compared first."""
+    link, peer = pair()
+    with link, peer:
+        body = msgspec.msgpack.encode(record)
+        peer.sendall(struct.pack("!2sHI", b"sy", PROTOCOL_VERSION, len(body)) + body)
+        with pytest.raises(ProtocolError, match=match):
+            link.receive(deadline=soon())
+
+
 def test_the_end_of_the_stream_is_link_lost_wherever_it_comes() -> None:
     for cut in (0, 3, 8, 9):
         link, peer = pair()

@@ -15,13 +15,19 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import secrets
 import struct
+import threading
+from collections.abc import Callable
 
 from syncstack.errors import TransportError
+from syncstack.transports.pinned import PinnedRange, Registrar
 from syncstack.transports.room import check_room
+
+log = logging.getLogger(__name__)
 
 HEADER_BYTES = 4096
 _MAGIC = b"SYNCSEG1"
@@ -66,6 +72,24 @@ class SenderSegment:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + HEADER_BYTES
         """Where the data area lies in this process, for as long as a view of ``data`` is held."""
         _HEAD.pack_into(self._map, 0, _MAGIC, bytes.fromhex(self.nonce), data_bytes)
+        self._pinned: PinnedRange | None = None
+        self.unpinned: str | None = None
+        """Why it is not page-locked; "" when it is, None when nobody has asked for it."""
+        self._lock = threading.Lock()
+
+    def pin(self, make: Callable[[], Registrar]) -> None:
+        """Page-lock it for a GPU, once: the first caller makes the registrar and waits, the others wait for the first.
+        What hinders it is in ``unpinned`` and in one warning; the segment is as good as before, and slower."""
+        with self._lock:
+            if self.unpinned is not None or self.fd < 0:
+                return
+            try:
+                size = HEADER_BYTES + self.data_bytes
+                self._pinned = PinnedRange(self.address - HEADER_BYTES, size, make())
+                self.unpinned = ""
+            except TransportError as error:
+                self.unpinned = str(error)
+                log.warning("weights leave the GPU through memory that is not page-locked, which is slower: %s", error)
 
     def begin_write(self) -> int:
         """Mark the segment as being written; returns the generation that ``end_write`` will publish."""
@@ -87,9 +111,13 @@ class SenderSegment:
 
     def close(self) -> None:
         """Close the fd and unmap as soon as no view is left. Receivers keep what they have mapped."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        with self._lock:
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
+            if self._pinned is not None:
+                self._pinned.close()
+                self._pinned = None
         with contextlib.suppress(BufferError):
             self._map.close()
 

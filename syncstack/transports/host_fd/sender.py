@@ -18,6 +18,7 @@ import torch
 from syncstack.transports.answers import collect_answers
 from syncstack.transports.host_fd.handover import FdWay, default_way, give
 from syncstack.transports.host_fd.segment import SenderSegment
+from syncstack.transports.pinned import DriverRegistrar
 from syncstack.transports.values import ValueReader, check_shape, plain
 from syncstack.weights.digest import Hasher, digest
 from syncstack.weights.manifest import Manifest, TensorSlot, Wanted, layout
@@ -43,6 +44,11 @@ class HostFdSender:
     def cast_bytes(self) -> int:
         """See Sender."""
         return self._reader.cast_bytes
+
+    @property
+    def unpinned(self) -> str:
+        """See Sender."""
+        return (self._segment.unpinned or "") if self._segment else ""
 
     def stage(
         self,
@@ -158,6 +164,8 @@ def _write(segment: SenderSegment, slot: TensorSlot, value: torch.Tensor) -> str
     place = segment.data[slot.offset : slot.offset + slot.nbytes]
     if plain(slot, value):
         return _copy_and_digest(segment.address + slot.offset, value.data_ptr(), slot.nbytes)
+    if value.device.type == "cuda":
+        segment.pin(partial(DriverRegistrar, value.device.index))
     with torch.no_grad():
         torch.frombuffer(place, dtype=getattr(torch, slot.dtype)).view(slot.shape).copy_(value)
     return digest(place)

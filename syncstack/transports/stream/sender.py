@@ -66,6 +66,11 @@ class StreamSender:
         """See Sender."""
         return self._reader.cast_bytes
 
+    @property
+    def unpinned(self) -> str:
+        """See Sender. A value goes into memory of torch's own, one at a time."""
+        return ""
+
     def stage(
         self,
         source: WeightSource,
