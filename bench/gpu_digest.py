@@ -10,36 +10,23 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
+from bench.qwen import machine, shapes
 from syncstack.weights.digest import ALGORITHM, LEAF_BYTES, digest
 from syncstack.weights.digest_gpu import UNROLL, DeviceHasher, Spans, constants, launch, leaf_table
 from syncstack.weights.digest_kernel import leaf_hashes
 
-HIDDEN, MLP, LAYERS, VOCAB, KV = 2048, 11008, 36, 151936, 256
-"""Qwen2.5-3B; its head is tied to its embedding."""
 SIZES = (0, 1, 63, 1023, 1024, 1025, 5000, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1, 3 * LEAF_BYTES + 777)
 SMALL = slice(1, 60)
 """The tensors of five layers, 771 MB: how it goes with fewer bytes."""
 OFFSETS = (0, 1, 2, 3, 7, 8, 13, 16, 4096 + 6)
-
-
-def shapes() -> Iterator[tuple[int, ...]]:
-    """Every tensor of the model, in order."""
-    yield VOCAB, HIDDEN
-    for _ in range(LAYERS):
-        yield from ((HIDDEN, HIDDEN), (HIDDEN,), (KV, HIDDEN), (KV,), (KV, HIDDEN), (KV,), (HIDDEN, HIDDEN))
-        yield from ((MLP, HIDDEN), (MLP, HIDDEN), (HIDDEN, MLP), (HIDDEN,), (HIDDEN,))
-    yield (HIDDEN,)
 
 
 def views(flat: torch.Tensor, shift: int) -> list[torch.Tensor]:
@@ -168,14 +155,6 @@ def measure(rounds: int) -> dict[str, Any]:
         "of_copy_bandwidth": round(best / 2 / ms["digest"], 3),
         "sweep": sweep(flat, rounds),
     }
-
-
-def machine() -> dict[str, str]:
-    """What it ran on."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    name, driver = subprocess.check_output(query, text=True, timeout=60).strip().split("\n")[0].split(", ")
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0]}
-    return {"gpu": name, "driver": driver, **versions}
 
 
 def main() -> None:

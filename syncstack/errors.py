@@ -16,6 +16,7 @@
     |   `-- ProtocolError          bytes that are not the protocol: bad frame, type, length, version
     |-- TransportError             moving or mapping bytes failed
     |   |-- HandleRefused          the peer's memory cannot be opened here; the text names the gate
+    |   |-- GpuError               the CUDA driver refused a call; names the call and its answer
     |   |-- PathTooSlow            strict: a transport is at less than half of what its trial measured
     |   `-- DigestMismatch         what arrived is not what was sent
     |-- EngineError                the engine's side of the transaction
@@ -121,6 +122,16 @@ class TransportError(SyncstackError):
 
 class HandleRefused(TransportError):
     """The peer's memory cannot be opened by this process. The text names what forbids it, and never only an errno."""
+
+
+class GpuError(TransportError):
+    """The CUDA driver refused a call. ``code`` is the CUresult's name."""
+
+    def __init__(self, call: str, code: str = "", **parts: str) -> None:
+        self.call = call
+        self.code = code
+        # The text alone comes back from another process: see ``transports.answers``.
+        super().__init__(f"{call} failed" if code else call, **({"observed": code} if code else {}), **parts)
 
 
 class PathTooSlow(TransportError):

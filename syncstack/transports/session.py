@@ -8,12 +8,14 @@ import time
 from typing import Protocol
 
 from syncstack.errors import DeadlineExceeded, ProtocolError, SyncstackError
+from syncstack.transports.cuda.handover import KINDS as CUDA
+from syncstack.transports.cuda.receiver import CudaReceiver
 from syncstack.transports.host_fd.receiver import HostFdReceiver
 from syncstack.transports.staged import StagedVersion
 from syncstack.transports.stream.receiver import KIND as STREAM
 from syncstack.transports.stream.receiver import StreamReceiver
 from syncstack.wire.link import Link, close_fds
-from syncstack.wire.messages import BucketReady, Fault, Offer, Piece, Staged, StageEnd
+from syncstack.wire.messages import BucketReady, Chunks, Fault, Offer, Piece, Staged, StageEnd, Table
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,10 @@ IDLE_S = 3600.0
 
 FAULT_S = 1.0
 """How long a Fault may take to be sent. The peer may be gone, or not read."""
+
+
+_Staging = Table | Chunks | Piece | BucketReady | StageEnd
+"""What a sender says between its offer and the worker's answer."""
 
 
 class Registry(Protocol):
@@ -45,6 +51,7 @@ class LinkServer:
         self._link_s = link_s
         self._by_fd = HostFdReceiver()
         self._by_link = StreamReceiver()
+        self._by_gpu = CudaReceiver()
         self._version: StagedVersion | None = None
         self._refused = ""
         """The session that this side gave up; its sender may have sent more of it before it heard so."""
@@ -59,7 +66,7 @@ class LinkServer:
             try:
                 if isinstance(message, Offer):
                     self._stage(message, fds)
-                elif isinstance(message, Piece | BucketReady | StageEnd) and message.session == self._refused:
+                elif isinstance(message, _Staging) and message.session == self._refused:
                     self._skip(message)
                 else:
                     raise ProtocolError("unexpected message", observed=type(message).__name__, expected="Offer")
@@ -79,43 +86,52 @@ class LinkServer:
         self._version = version
         staged: Staged | None = None
         while staged is None:
-            message = self._next(offer.session)
+            message, fds = self._next(offer.session)
             place: memoryview | None = None
             try:
                 if isinstance(message, StageEnd):
                     staged = version.finish_staging()
                 elif isinstance(message, BucketReady):
                     version.read_bucket(message)
-                else:
+                elif isinstance(message, Piece):
                     place = version.place(message.nbytes)
+                else:
+                    version.hand_over(message, fds)
             except Exception as error:  # noqa: BLE001 - as above
                 self._refuse(offer.session, error)
                 self._skip(message)
                 return
+            finally:
+                close_fds(fds)
             if place is not None:
                 # Outside: a link that ends inside a piece cannot serve another session.
                 self._link.receive_bytes(place, deadline=time.monotonic() + self._link_s)
         self._link.send(staged, deadline=time.monotonic() + self._link_s)
 
     def _open(self, offer: Offer, fds: list[int]) -> StagedVersion:
-        """Accept an offer by the transport that it names; what the other one holds is of no use any more."""
-        if offer.handle.kind == STREAM:
+        """Accept an offer by the transport that it names; what the others hold is of no use any more."""
+        kind = offer.handle.kind
+        if kind != STREAM:
+            self._by_link.close()
+        if kind not in CUDA:
+            self._by_gpu.close()
+        if kind == STREAM or kind in CUDA:
             self._by_fd.close()
-            return self._by_link.open(offer)
-        self._by_link.close()
+            return self._by_gpu.open(offer) if kind in CUDA else self._by_link.open(offer)
         return self._by_fd.open(offer, fds)
 
-    def _skip(self, message: Piece | BucketReady | StageEnd) -> None:
+    def _skip(self, message: _Staging) -> None:
         """What the sender had still to say of a session that was refused, and the bytes that it had announced."""
         if isinstance(message, Piece):
             self._link.skip_bytes(message.nbytes, deadline=time.monotonic() + self._link_s)
 
-    def _next(self, session: str) -> Piece | BucketReady | StageEnd:
+    def _next(self, session: str) -> tuple[_Staging, list[int]]:
+        """The next message of a stage and its descriptors, which are the caller's to close."""
         message, fds = self._link.receive(deadline=time.monotonic() + self._link_s)
-        close_fds(fds)
-        if not isinstance(message, Piece | BucketReady | StageEnd) or message.session != session:
+        if not isinstance(message, _Staging) or message.session != session:
+            close_fds(fds)
             raise ProtocolError("unexpected message inside a stage", observed=type(message).__name__)
-        return message
+        return message, fds
 
     def _refuse(self, session: str, error: Exception) -> None:
         self._forget()
@@ -133,8 +149,8 @@ class LinkServer:
         if self._version is not None:
             self._version.lost = True
             self._forget()
-        self._by_fd.close()
-        self._by_link.close()
+        for receiver in (self._by_fd, self._by_link, self._by_gpu):
+            receiver.close()
 
 
 def send_fault(link: Link, session: str, error: Exception) -> None:

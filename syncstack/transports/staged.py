@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from syncstack.errors import DigestMismatch, LinkLost, ProtocolError, TransportError
 from syncstack.weights.digest import digest
 from syncstack.weights.manifest import TensorSlot, check_slots
-from syncstack.wire.messages import BucketReady, Offer, Staged
+from syncstack.wire.messages import BucketReady, Chunks, Offer, Staged, Table
 
 
 class Memory(Protocol):
@@ -51,6 +51,12 @@ class StagedVersion:
         than was offered, ProtocolError."""
         raise ProtocolError("bytes for a version that lies in the sender's memory", observed=f"{nbytes} bytes")
 
+    def hand_over(self, message: Table | Chunks, fds: Sequence[int]) -> None:
+        """What a sender of GPU memory tells of it; ``fds`` stay the caller's. Anywhere else ProtocolError."""
+        raise ProtocolError(
+            "GPU memory for a version that lies elsewhere", observed=f"{type(message).__name__}, {len(fds)} descriptors"
+        )
+
     def read_bucket(self, bucket: BucketReady) -> None:
         """Digest the tensors of one bucket and compare; raises DigestMismatch that names the first that differs."""
         slots = self.offer.tensors[bucket.first : bucket.first + len(bucket.digests)]
@@ -61,9 +67,7 @@ class StagedVersion:
                 expected=f"from {len(self._digests)}, at most {len(self.offer.tensors)}",
             )
         begin = time.perf_counter()
-        data = self._memory.data
-        for slot, expected in zip(slots, bucket.digests, strict=True):
-            found = digest(data[slot.offset : slot.offset + slot.nbytes])
+        for slot, found, expected in zip(slots, self._digested(slots), bucket.digests, strict=True):
             if found != expected:
                 raise DigestMismatch(
                     f"{slot.name} arrived with another content",
@@ -90,11 +94,16 @@ class StagedVersion:
 
     def check_again(self) -> None:
         """Digest everything once more, after the load: what the loader read is what was verified before it."""
-        data = self._memory.data
-        for slot, expected in zip(self.offer.tensors, self._digests, strict=True):
-            if digest(data[slot.offset : slot.offset + slot.nbytes]) != expected:
+        found = self._digested(self.offer.tensors)
+        for slot, now, expected in zip(self.offer.tensors, found, self._digests, strict=True):
+            if now != expected:
                 raise DigestMismatch(f"{slot.name} was changed while the engine was loading it")
         self.check_unchanged()
+
+    def _digested(self, slots: Sequence[TensorSlot]) -> Iterable[str]:
+        """The digest of each tensor as its bytes are now."""
+        data = self._memory.data
+        return (digest(data[slot.offset : slot.offset + slot.nbytes]) for slot in slots)
 
     def check_unchanged(self) -> None:
         """Raise TransportError if the sender has written since the version was complete."""

@@ -84,7 +84,7 @@ class ValueReader:
         ``stop`` ends it with a TransportError before the next value.
         """
         first, filled, done = 0, 0, list[tuple[TensorSlot, R]]()
-        for run in self._worked(self._runs(self._values(source, wanted, manifest, stop)), work):
+        for run in self._worked(self._runs(self.values(source, wanted, manifest, stop)), work):
             done += run
             filled += _size(run)
             if filled >= self._bucket_bytes:
@@ -139,10 +139,11 @@ class ValueReader:
             return ahead > self._window_bytes
         return ahead > AHEAD_BYTES and len(window) > 2 * (self._num_helpers + 1)
 
-    def _values(
+    def values(
         self, source: WeightSource, wanted: Sequence[Wanted], manifest: Manifest, stop: threading.Event
     ) -> Iterator[tuple[TensorSlot, torch.Tensor]]:
-        """Each slot with the source's value for it, in order, until ``stop``; counts the bytes that will be cast."""
+        """Each slot with the source's value for it, in order; counts the bytes that will be cast. Raises TransportError
+        once ``stop`` is set."""
         tensors = iter(source)
         self.cast_bytes = 0
         name, value = None, torch.empty(0)

@@ -26,14 +26,14 @@ import msgspec
 
 from syncstack.errors import DeadlineExceeded, LinkLost, LinkRefused, ProtocolError
 from syncstack.facts import process_nonce
-from syncstack.wire.messages import PROTOCOL_VERSION, Fault, LinkHello, Message
+from syncstack.wire.messages import MAX_CHUNK_FDS, PROTOCOL_VERSION, Fault, LinkHello, Message
 
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"sy"
 MAX_FRAME_BYTES = 64 << 20
 """Largest body. The table of a model with a million tensors stays below it."""
-MAX_FDS = 16
-"""Most descriptors of one frame; the kernel's own limit is 253."""
+MAX_FDS = MAX_CHUNK_FDS
+"""Most descriptors of one frame."""
 MAX_PARTS = 512
 """Most buffers that one system call sends; the kernel's own limit is 1024."""
 SKIP_BYTES = 64 << 10

@@ -8,6 +8,8 @@ The order is fixed::
     trainer -> worker   LinkHello            worker -> trainer   LinkHello
     per refit:
     trainer -> worker   Offer (+ the segment's fd over a unix socket, once per segment)
+    trainer -> worker   Table                if the offer's handle is of ``cuda`` and the table is another than before
+    trainer -> worker   Chunks (+ their fds) as often as it takes, for each new segment of the table
     trainer -> worker   Piece + its bytes    as often as it takes, if the offer's handle is ``stream``
     trainer -> worker   BucketReady ...      as the bytes become readable
     trainer -> worker   StageEnd
@@ -28,6 +30,12 @@ from msgspec import Meta
 from syncstack.weights.manifest import TensorSlot
 
 PROTOCOL_VERSION = 3
+
+MAX_CHUNK_FDS = 253
+"""Most descriptors of one frame: the kernel's own limit (SCM_MAX_FD)."""
+
+MAX_CHUNKS = 1 << 16
+"""Most chunks of GPU memory of one table. At torch's 20 MiB that is 1.3 TB."""
 
 MAX_PIECE_BYTES = 4 << 20
 """Most bytes that follow one frame: what a side that gave up a session has still to send, or to skip."""
@@ -82,7 +90,8 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``memfd-scm``: the descriptor travels with the frame. ``memfd-pidfd``: the receiver takes descriptor ``fd`` of
     process ``pid``, which is meant as the PID namespace with inode ``pid_ns`` numbers it, and which started at
     ``start_ticks`` (field 22 of /proc/PID/stat): a number alone may be a stranger's. ``stream``: there is none; the
-    bytes of the segment's data area follow over the link, from first to last.
+    bytes of the segment's data area follow over the link, from first to last. ``cuda-scm``, ``cuda-pidfd``: the bytes
+    lie in GPU memory, a Table says where, and descriptors travel with Chunks or are taken as they say.
     """
 
     kind: Name = "memfd-scm"
@@ -97,6 +106,9 @@ class Offer(_Message, frozen=True, kw_only=True):
 
     The segment is handed over with the first offer that names it, as ``handle`` says; later offers name it by
     ``segment`` alone, whatever their handle says. ``segment`` is also the nonce in the segment's first page.
+
+    With GPU memory ``segment`` names the sender, ``generation`` its table, and offsets only say how the tensors would
+    lie in one piece; where they do lie is in the Table of that generation.
     """
 
     session: Token
@@ -106,6 +118,52 @@ class Offer(_Message, frozen=True, kw_only=True):
     generation: Count
     handle: Handle = Handle()
     tensors: Annotated[tuple[TensorSlot, ...], Meta(max_length=1 << 20)]
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Adjacent GPU memory of the sender, by an ``id`` that it never uses twice.
+
+    ``chunks``: the size of each allocation in it, in order. ``ipc``: the legacy handle where it is one allocation of
+    cudaMalloc; empty where each chunk has a descriptor, which Chunks hand over.
+    """
+
+    id: Count
+    device: Name
+    chunks: Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 48)], ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    ipc: Annotated[bytes, Meta(max_length=64)] = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from first to last."""
+        return sum(self.chunks)
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where one tensor lies: contiguous, row-major, from byte ``offset`` of the table's segment number ``segment``."""
+
+    segment: Count
+    offset: Count
+
+
+class Table(_Message, frozen=True, kw_only=True):
+    """All segments of one generation, and the place of each of the offer's tensors, in order. It replaces the last one:
+    segments that it leaves out are of no use any more, and of the others those are new that no table had before."""
+
+    session: Token
+    generation: Count
+    segments: Annotated[tuple[Segment, ...], Meta(max_length=MAX_CHUNKS)]
+    places: Annotated[tuple[Place, ...], Meta(max_length=1 << 20)]
+
+
+class Chunks(_Message, frozen=True, kw_only=True):
+    """The next descriptors of a new segment, from chunk ``first`` on: ``count`` of them come with the frame, or are
+    those that ``fds`` names in the sender's process."""
+
+    session: Token
+    segment: Count
+    first: Count
+    count: Annotated[int, Meta(ge=1, le=MAX_CHUNK_FDS)]
+    fds: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 30)], ...], Meta(max_length=MAX_CHUNK_FDS)] = ()
 
 
 class Piece(_Message, frozen=True, kw_only=True):
@@ -146,4 +204,6 @@ class Fault(_Message, frozen=True, kw_only=True):
     text: Text
 
 
-Message = Challenge | Answer | Welcome | LinkHello | Offer | Piece | BucketReady | StageEnd | Staged | Fault
+Message = (
+    Challenge | Answer | Welcome | LinkHello | Offer | Table | Chunks | Piece | BucketReady | StageEnd | Staged | Fault
+)

@@ -1,0 +1,175 @@
+"""`python -m bench.gpu_fd`: a version of Qwen2.5-3B's shapes (434 tensors, bf16, 6.2 GB) from a trainer's GPU memory to
+a worker in another process, PID namespace and IPC namespace, as nobody, without a capability, both under the
+restrictive profile. Correctness first, then numbers, beside a copy and a digest of the same bytes in the same run.
+
+To be run as root (it makes the namespaces and gives up its rights in the children), with one NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from bench.qwen import machine, shapes
+
+NOBODY = 65534
+POWERLESS = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--bounding-set=-all", "--inh-caps=-all")
+APART = ("unshare", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")
+ROOT = Path(__file__).parents[1]
+
+
+class Child:
+    """A process that answers commands."""
+
+    def __init__(self, role: str, path: Path, *, profile: str, apart: bool, expandable: bool) -> None:
+        environ = {
+            **os.environ,
+            "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}",
+            "HOME": str(path.parent),
+        }
+        environ |= {"PYTORCH_ALLOC_CONF": environ["PYTORCH_CUDA_ALLOC_CONF"]}
+        environ |= {"TRITON_CACHE_DIR": str(path.parent / f"triton-{role}"), "PYTHONDONTWRITEBYTECODE": "1"}
+        python = [sys.executable, "-m", "bench.gpu_child", role, str(path), profile]
+        self.process = subprocess.Popen(
+            [*(APART if apart else ()), *POWERLESS, *python],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT, start_new_session=True,
+        )  # fmt: skip
+        self.hello = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a child ended with {self.process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ask(self, do: str, **parts: Any) -> dict[str, Any]:
+        """The answer to one command; RuntimeError where it says an error."""
+        found = self.try_to(do, **parts)
+        if "error" in found:
+            raise RuntimeError(f"{do}: {found['error']}")
+        return found
+
+    def try_to(self, do: str, **parts: Any) -> dict[str, Any]:
+        """The answer, whatever it is."""
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps({"do": do, "with": parts}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def kill(self) -> None:
+        """At once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what unshare started, too
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                pipe.close()
+
+
+class Pair:
+    """A trainer and a worker."""
+
+    def __init__(self, *, profile: str = "restrictive", apart: bool = True, expandable: bool = True) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        os.chown(folder, NOBODY, NOBODY)
+        self._path = folder / "worker-0.sock"
+        self._options = {"profile": profile, "apart": apart}
+        self.worker = self._started("worker", expandable=False)
+        self.trainer = self._started("trainer", expandable=expandable)
+
+    def _started(self, role: str, *, expandable: bool) -> Child:
+        return Child(role, self._path, expandable=expandable, **self._options)  # type: ignore[arg-type]
+
+    def renew_worker(self) -> None:
+        """Another worker in the place of one that ended."""
+        self._path.unlink(missing_ok=True)
+        self.worker = self._started("worker", expandable=False)
+
+    def refit(self, *, digest: bool = False) -> dict[str, Any]:
+        """Stage and load one version."""
+        staged = self.trainer.ask("stage")
+        return {**staged, **self.worker.ask("load", session=staged["session"], digest=digest)}
+
+    def right(self) -> None:
+        """Raise unless what the worker loaded is what the trainer has."""
+        found, wanted = self.refit(digest=True)["digest"], self.trainer.ask("digest")["digest"]
+        if found != wanted:
+            raise RuntimeError("the worker loaded something else than the trainer has")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for child in (self.trainer, self.worker):
+            child.kill()
+        self._folder.cleanup()
+
+
+def measure(rounds: int, **options: Any) -> dict[str, Any]:
+    """One pair's numbers. Raises RuntimeError where anything is not right."""
+    with Pair(**options) as pair:
+        made = pair.trainer.ask("make", shapes=[list(shape) for shape in shapes()])
+        floor = pair.trainer.ask("floor")
+        pair.trainer.ask("make", shapes=[[8]])  # what is compiled at first use is not part of the first refit
+        pair.refit()
+        pair.worker.ask("forget")
+        pair.trainer.ask("make", shapes=[list(shape) for shape in shapes()])
+        first = pair.refit()
+        pair.right()
+        found: list[dict[str, Any]] = []
+        for number in range(rounds):
+            pair.trainer.ask("change", number=number, step=1)
+            found.append(pair.refit())
+        pair.trainer.ask("move", number=5)
+        moved = pair.refit()
+        pair.right()
+        hello = {"trainer": pair.trainer.hello, "worker": pair.worker.hello}
+    keys = ("ms", "map_ms", "worker_digest_ms", "load_ms", "again_ms")
+    steady = {key: round(statistics.median(one[key] for one in found), 2) for key in keys}
+    return {
+        "options": options, "processes": hello, "made": made, "floor": floor, "rounds": rounds,
+        "first": {key: round(first[key], 2) for key in keys},
+        "steady": steady,
+        "steady_worst_ms": round(max(one["ms"] for one in found), 2),
+        "after_one_tensor_moved": {key: round(moved[key], 2) for key in keys},
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure each way, print, and write JSON where asked to."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_fd", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--commit", default="", help="what is measured, for the record")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    ways = {
+        "cuda_fd: expandable segments, restrictive, other PID and IPC namespace": {},
+        "cuda_fd: the same namespaces": {"apart": False},
+        "cuda_ipc: plain cudaMalloc, restrictive, one PID namespace": {"apart": False, "expandable": False},
+    }
+    result: dict[str, Any] = {"commit": arguments.commit, "machine": machine(), "ways": {}}
+    for name, options in ways.items():
+        try:
+            result["ways"][name] = measure(arguments.rounds, **options)
+        except RuntimeError as error:
+            result["ways"][name] = {"error": str(error)}
+        print(name, json.dumps(result["ways"][name], indent=1), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""How the descriptors of GPU memory get from the sender to its workers: with frames (``scm``), or fetched (``pidfd``).
+
+In batches, because one frame carries 253 at most, so that neither side holds more than a batch open at once; only a
+sender whose descriptors are fetched keeps them until its workers are done.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from syncstack.errors import ProtocolError, TransportError
+from syncstack.transports import pidfd
+from syncstack.transports.cuda.room import check_descriptors
+from syncstack.transports.cuda.table import OwnSegment
+from syncstack.transports.host_fd.handover import FdWay
+from syncstack.wire.link import Link, close_fds
+from syncstack.wire.messages import MAX_CHUNK_FDS, Chunks, Handle
+
+SCM, PIDFD = "cuda-scm", "cuda-pidfd"
+KINDS = frozenset({SCM, PIDFD})
+"""The handles of offers whose bytes lie in GPU memory."""
+
+
+def handle_for(way: FdWay) -> Handle:
+    """What an offer says. Raises TransportError where this process cannot give descriptors that way."""
+    if way == "pidfd":
+        own = pidfd.myself()
+        return Handle(kind=PIDFD, pid=own.pid, pid_ns=own.pid_ns, start_ticks=own.start_ticks)
+    return Handle(kind=SCM)
+
+
+class Given:
+    """The sender's half, for one version. ``close`` it when every worker has answered."""
+
+    def __init__(self, ways: Mapping[Link, FdWay], *, session: str, wait_s: float) -> None:
+        self._ways = ways
+        self._session = session
+        self._wait_s = wait_s
+        self._kept: list[int] = []
+
+    def check(self, segments: Mapping[OwnSegment, Sequence[Link]]) -> None:
+        """Raise TransportError unless the descriptors that each segment's links need can be given and be open."""
+        once = most = 0
+        for segment, links in segments.items():
+            if segment.told.ipc:
+                continue
+            if any(self._ways[link] == "scm" and not link.passes_fds for link in links):
+                raise TransportError(
+                    "a descriptor cannot travel over TCP", next_step="share a folder, or a PID namespace"
+                )
+            once = max(once, min(len(segment.chunks), MAX_CHUNK_FDS))
+            most += len(segment.chunks) if any(self._ways[link] == "pidfd" for link in links) else 0
+        check_descriptors(max(once, most), side="trainer")
+
+    def give(self, segment: OwnSegment, links: Sequence[Link]) -> None:
+        """Hand one segment's memory to each of ``links``. Raises GpuError, LinkLost or DeadlineExceeded."""
+        if segment.told.ipc:
+            return
+        for first in range(0, len(segment.chunks), MAX_CHUNK_FDS):
+            fds: list[int] = []
+            try:
+                fds.extend(
+                    chunk.driver.export_fd(chunk.name) for chunk in segment.chunks[first : first + MAX_CHUNK_FDS]
+                )
+                for link in links:
+                    self._send(link, segment.told.id, first, fds)
+            finally:
+                if any(self._ways[link] == "pidfd" for link in links):
+                    self._kept += fds
+                else:
+                    close_fds(fds)
+
+    def _send(self, link: Link, segment: int, first: int, fds: Sequence[int]) -> None:
+        fetched = self._ways[link] == "pidfd"
+        chunks = Chunks(
+            session=self._session, segment=segment, first=first, count=len(fds), fds=tuple(fds) if fetched else ()
+        )
+        link.send(chunks, fds=() if fetched else fds, deadline=time.monotonic() + self._wait_s)
+
+    def close(self) -> None:
+        """Close what was kept for workers to fetch."""
+        close_fds(self._kept)
+        self._kept = []
+
+
+def taken(handle: Handle, chunks: Chunks, fds: Sequence[int]) -> Iterator[int]:
+    """The receiver's half: the descriptors of one frame, in order, each only until the next is asked for. ``fds`` came
+    with the frame and stay the caller's. Raises HandleRefused or ProtocolError."""
+    fetched = handle.kind == PIDFD
+    come = len(chunks.fds) if fetched else len(fds)
+    if come != chunks.count or (fds if fetched else chunks.fds):
+        raise ProtocolError(
+            "GPU memory without its descriptors",
+            observed=f"{len(fds)} with the frame, {len(chunks.fds)} named",
+            expected=f"{chunks.count} {'named' if fetched else 'with the frame'}",
+        )
+    if not fetched:
+        yield from fds
+        return
+    process = pidfd.Process(pid=handle.pid, pid_ns=handle.pid_ns, start_ticks=handle.start_ticks)
+    for number in chunks.fds:
+        fd = pidfd.take(process, number)
+        try:
+            yield fd
+        finally:
+            os.close(fd)

@@ -1,0 +1,205 @@
+"""The trainer's half of ``cuda_fd`` and ``cuda_ipc``: show every worker where the weights lie, and tell their digests.
+
+Not a byte is copied: the workers map the trainer's own parameters and read them in place. What has been shown is shown
+once; a refit that finds everything where it was is one offer, one digest on each side and one answer. A value that has
+no memory of its own on the GPU in the dtype that travels (cast, strided, on the host) is put into a buffer beside it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+
+from syncstack.transports.answers import collect_answers
+from syncstack.transports.cuda.digests import make_digester
+from syncstack.transports.cuda.driver import Digester, Driver, Kind, load_driver
+from syncstack.transports.cuda.handover import Given, handle_for
+from syncstack.transports.cuda.table import OwnSegment, OwnTable
+from syncstack.transports.host_fd.handover import FdWay, default_way
+from syncstack.transports.values import ValueReader, check_shape
+from syncstack.weights.manifest import Manifest, TensorSlot, Wanted, layout
+from syncstack.weights.source import WeightSource
+from syncstack.wire.link import Link
+from syncstack.wire.messages import BucketReady, Offer, Staged, StageEnd, Table
+
+BY_FD: frozenset[Kind] = frozenset({"fd", "ipc"})
+"""What ``cuda_fd`` hands out: descriptors, and a legacy handle for what has none."""
+
+BY_IPC: frozenset[Kind] = frozenset({"ipc"})
+
+
+class CudaSender:
+    """One per trainer rank. Called by the coordinator, from one thread; blocks until every worker has verified.
+
+    The weights belong to the workers from here until the refit is over: whoever writes them meanwhile is found out by
+    the digests that are taken again after the load.
+    """
+
+    unpinned = ""
+    """See Sender. No byte goes through the host's memory."""
+
+    def __init__(
+        self,
+        kinds: frozenset[Kind],
+        *,
+        driver: Callable[[], Driver] = load_driver,
+        digester: Callable[[torch.device], Digester] = make_digester,
+    ) -> None:
+        """Raises TransportError where there is no driver."""
+        self._kinds = kinds
+        self._driver = driver()
+        self._make_digester = digester
+        self._digester: Digester | None = None
+        self._reader = ValueReader(bucket_bytes=0)
+        self._table = OwnTable(self._driver, kinds)
+        self._known: WeakKeyDictionary[Link, Table] = WeakKeyDictionary()
+        self._values: list[torch.Tensor] = []
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._copied = False
+
+    @property
+    def cast_bytes(self) -> int:
+        """See Sender."""
+        return self._reader.cast_bytes
+
+    def stage(
+        self,
+        source: WeightSource,
+        wanted: Sequence[Wanted],
+        links: Sequence[Link],
+        *,
+        session: str,
+        version: int,
+        wait_s: float,
+        fd_ways: Mapping[Link, FdWay] | None = None,
+    ) -> tuple[Manifest, list[Staged]]:
+        """Show one version to every link's worker and wait until each has verified it.
+
+        Tensors are kept until the next version, because memory that is being read may not be given to anybody else.
+        After a failure everything is shown anew. Raises DigestMismatch, HandleRefused, TransportError, LinkLost or
+        DeadlineExceeded.
+        """
+        self._reader.await_idle(wait_s)
+        manifest = layout(wanted)
+        stop = threading.Event()
+        ways = {link: (fd_ways or {}).get(link) or default_way(link) for link in links}
+        given = Given(ways, session=session, wait_s=wait_s)
+
+        def send() -> None:
+            self._copied = False
+            self._values = [
+                self._placed(slot, value) for slot, value in self._reader.values(source, wanted, manifest, stop)
+            ]
+            pending = self._digests()  # while everything else is looked at
+            self._show(given, ways, manifest, session, version, wait_s)
+            self._tell(links, pending(), session, wait_s)
+
+        try:
+            filling = self._reader.start(send)
+            num = len(manifest.tensors)
+            return manifest, collect_answers(links, filling, session=session, num_tensors=num, wait_s=wait_s)
+        except BaseException:
+            stop.set()
+            self._reader.release(self.retire)
+            raise
+        finally:
+            given.close()
+
+    def _placed(self, slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:
+        """The value itself where it can be read as it lies, else a copy in memory that can."""
+        check_shape(slot, value)
+        if not slot.nbytes:
+            return value.detach()
+        dtype = getattr(torch, slot.dtype)
+        if value.dtype == dtype and value.is_contiguous() and self._driver.holds(value):
+            return value.detach()
+        buffer = self._buffers.get(slot.name)
+        if buffer is None or buffer.nbytes != slot.nbytes:
+            buffer = self._buffers[slot.name] = self._driver.empty(slot.nbytes, value)
+        self._copied = True
+        with torch.no_grad():
+            return buffer.view(dtype).view(slot.shape).copy_(value)
+
+    def _show(
+        self, given: Given, ways: Mapping[Link, FdWay], manifest: Manifest, session: str, version: int, wait_s: float
+    ) -> None:
+        """Offer the version, and hand over what each worker has not seen yet."""
+        lying = [value for value in self._values if value.nbytes]
+        if lying:
+            device = self._driver.device_of(lying[0])
+            self._driver.bind(device)
+            if self._copied:
+                self._driver.settle(device)  # a worker reads as soon as it is offered something
+        self._table.update(self._values)
+        table = Table(
+            session=session,
+            generation=self._table.generation,
+            segments=tuple(segment.told for segment in self._table.segments),
+            places=self._table.places,
+        )
+        lacking = {segment: self._lacking(segment, ways) for segment in self._table.segments}
+        given.check(lacking)
+        for link, way in ways.items():
+            offer = Offer(
+                session=session,
+                version=version,
+                segment=self._table.nonce,
+                segment_bytes=manifest.total_bytes,
+                generation=table.generation,
+                handle=handle_for(way),
+                tensors=manifest.tensors,
+            )
+            link.send(offer, deadline=time.monotonic() + wait_s)
+            known = self._known.get(link)
+            if known is None or known.generation != table.generation:
+                link.send(table, deadline=time.monotonic() + wait_s)
+        for segment, links in lacking.items():
+            if links:
+                given.give(segment, links)
+        for link in ways:
+            self._known[link] = table
+
+    def _lacking(self, segment: OwnSegment, links: Iterable[Link]) -> list[Link]:
+        """The links whose workers have not got a segment."""
+        known = {link: self._known.get(link) for link in links}
+        return [link for link, table in known.items() if table is None or segment.told not in table.segments]
+
+    def _digests(self) -> Callable[[], tuple[str, ...]]:
+        """Start on the digests of all values; names that share their bytes share their digest."""
+        places = [(value.data_ptr(), value.nbytes) for value in self._values]
+        distinct = dict(zip(places, self._values, strict=True))
+        if not distinct:
+            return tuple
+        if self._digester is None:
+            self._digester = self._make_digester(self._values[0].device)
+        pending = self._digester(list(distinct.values()))
+
+        def wait() -> tuple[str, ...]:
+            found = dict(zip(distinct, pending(), strict=True))
+            return tuple(found[place] for place in places)
+
+        return wait
+
+    def _tell(self, links: Sequence[Link], digests: tuple[str, ...], session: str, wait_s: float) -> None:
+        """Say what the workers must find."""
+        for link in links:
+            if digests:
+                link.send(BucketReady(session=session, first=0, digests=digests), deadline=time.monotonic() + wait_s)
+            link.send(StageEnd(session=session), deadline=time.monotonic() + wait_s)
+
+    def retire(self) -> None:
+        """Forget what was shown: the next version is shown anew, and a worker that still reads is found out by its
+        digests. Memory that it has mapped stays mapped there, and only there."""
+        self._table.clear()
+        self._table = OwnTable(self._driver, self._kinds)
+        self._known.clear()
+        self._values, self._buffers = [], {}
+
+    def close(self) -> None:
+        """Let all memory go."""
+        self.retire()
+        self._reader.close()
