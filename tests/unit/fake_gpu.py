@@ -158,6 +158,10 @@ class FakeGpu:
         self.physical[handle].held += 1
         return handle
 
+    def holds_still(self, address: int, handle: int) -> bool:
+        assert self.physical[handle].held
+        return self.at.get(address) == handle
+
     def release(self, handle: int) -> None:
         self.physical[handle].held -= 1
         assert self.physical[handle].held >= 0

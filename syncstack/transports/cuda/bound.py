@@ -118,6 +118,14 @@ class BoundDriver:
         """See Driver."""
         return int(self._call("cuMemRetainAllocationHandle", address))
 
+    def holds_still(self, address: int, handle: int) -> bool:
+        """See Driver. Asked for every chunk before every refit."""
+        code, found = self._cu.cuMemRetainAllocationHandle(address)
+        if int(code):
+            return False
+        self._cu.cuMemRelease(found)
+        return int(found) == handle
+
     def release(self, handle: int) -> None:
         """See Driver."""
         self._call("cuMemRelease", handle)

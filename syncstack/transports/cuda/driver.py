@@ -58,6 +58,10 @@ class Driver(Protocol):
         held, it is the only one with its value."""
         ...
 
+    def holds_still(self, address: int, handle: int) -> bool:
+        """Whether what is mapped at an address is the memory of a handle that is held."""
+        ...
+
     def release(self, handle: int) -> None:
         """Give a handle back. Memory that is still mapped stays."""
         ...

@@ -27,6 +27,28 @@ from syncstack.weights.manifest import TensorSlot
 from syncstack.wire.messages import MAX_CHUNK_FDS, BucketReady, Chunks, Offer, Place, Table
 
 
+class Views:
+    """A version's tensors in the sender's memory."""
+
+    def __init__(self, tensors: tuple[TensorSlot, ...], mappings: Sequence[Mapping], places: Sequence[Place]) -> None:
+        flat = [mapping.data for mapping in mappings]
+        self.tensors = tensors
+        self.by_name: dict[str, torch.Tensor] = {}
+        for slot, place in zip(tensors, places, strict=True):
+            dtype = getattr(torch, slot.dtype)
+            if slot.nbytes == 0:
+                self.by_name[slot.name] = torch.empty(slot.shape, dtype=dtype, device=flat[0].device if flat else None)
+                continue
+            part = flat[place.segment][place.offset : place.offset + slot.nbytes]
+            self.by_name[slot.name] = part.view(dtype).view(slot.shape)
+        lying = {name: (view.data_ptr(), view.nbytes) for name, view in self.by_name.items()}
+        self.distinct = list({lying[name]: view for name, view in self.by_name.items()}.values())
+        """Each run of bytes once, whatever its names are."""
+        numbers = {place: number for number, place in enumerate(dict.fromkeys(lying.values()))}
+        self.numbers = {name: numbers[place] for name, place in lying.items()}
+        """Which of ``distinct`` a name is."""
+
+
 class CudaReceiver:
     """The memory of one link. Called from that link's thread only."""
 
@@ -43,6 +65,7 @@ class CudaReceiver:
         self._tensors: tuple[TensorSlot, ...] = ()
         self._table: Table | None = None
         self._mapped: dict[int, Mapping] = {}
+        self._views: Views | None = None
         self._pending: dict[int, PendingSegment] = {}
 
     @property
@@ -90,7 +113,7 @@ class CudaReceiver:
         most = max((len(segment.chunks) for segment in new if not segment.ipc), default=0)
         check_descriptors(min(most, MAX_CHUNK_FDS), side="engine")
         self._bind(table)
-        self._table = None
+        self._table = self._views = None
         kept = {segment.id for segment in table.segments}
         for number in [number for number in self._mapped if number not in kept]:
             self._mapped.pop(number).close()
@@ -125,10 +148,18 @@ class CudaReceiver:
         """Whether everything of a table is mapped."""
         return self._table is not None and self._table.generation == generation and not self._pending
 
-    def places(self) -> tuple[tuple[Mapping, ...], tuple[Place, ...]]:
-        """The mappings of the table and where its tensors lie in them."""
+    def views(self, tensors: tuple[TensorSlot, ...]) -> Views:
+        """The table's tensors. Made once for a table: for hundreds that takes as long as their digests."""
         assert self._table is not None
-        return tuple(self._mapped[segment.id] for segment in self._table.segments), self._table.places
+        if self._views is None or self._views.tensors != tensors:
+            mappings = [self._mapped[segment.id] for segment in self._table.segments]
+            self._views = Views(tensors, mappings, self._table.places)
+        return self._views
+
+    def settle(self) -> None:
+        """Block until the devices have done everything that this process has asked of them."""
+        for device in {mapping.segment.device for mapping in self._mapped.values()}:
+            self.driver.settle(device)
 
     def digester(self, device: torch.device) -> Digester:
         """The digester of a device, the same as long as it is the same device."""
@@ -148,6 +179,7 @@ class CudaReceiver:
     def close(self) -> None:
         """Unmap everything; what a loader still holds stays readable until it is dropped."""
         self.give_up()
+        self._views = None
         for mapping in self._mapped.values():
             mapping.close()
         self._mapped, self._table, self._sender, self._tensors = {}, None, "", ()
@@ -185,7 +217,7 @@ class CudaVersion(StagedVersion):
     def __init__(self, offer: Offer, receiver: CudaReceiver) -> None:
         super().__init__(offer, _Lent(offer.generation), 0.0)
         self._receiver = receiver
-        self._views: dict[str, torch.Tensor] = {}
+        self._views: Views | None = None
         self._found: Callable[[], dict[str, str]] | None = None
         self._known: dict[str, str] | None = None
 
@@ -212,21 +244,19 @@ class CudaVersion(StagedVersion):
 
     def begin(self) -> None:
         """Everything is mapped: make the views, and start on their digests."""
-        self._views = _views(self.offer.tensors, *self._receiver.places())
+        self._views = self._receiver.views(self.offer.tensors)
         self._found = self._begun()
 
     def _begun(self) -> Callable[[], dict[str, str]]:
         """Start on the digests of all tensors, by name; names that share their bytes share their digest."""
-        places = {name: (view.data_ptr(), view.nbytes) for name, view in self._views.items()}
-        distinct = {places[name]: view for name, view in self._views.items()}
-        if not distinct:
+        views = self._views
+        if views is None or not views.distinct:
             return dict
-        first = next(iter(distinct.values()))
-        pending = self._receiver.digester(first.device)(list(distinct.values()))
+        pending = self._receiver.digester(views.distinct[0].device)(views.distinct)
 
         def wait() -> dict[str, str]:
-            found = dict(zip(distinct, pending(), strict=True))
-            return {name: found[place] for name, place in places.items()}
+            found = pending()
+            return {name: found[number] for name, number in views.numbers.items()}
 
         return wait
 
@@ -240,36 +270,16 @@ class CudaVersion(StagedVersion):
     def check_again(self) -> None:
         """See StagedVersion. What the loader has asked the device to do is done first: the trainer may write its
         parameters as soon as this has been answered."""
-        self._settle()
+        self._receiver.settle()
         self._known, self._found = None, self._begun()
         super().check_again()
 
-    def _settle(self) -> None:
-        for device in {mapping.segment.device for mapping in self._receiver.places()[0]}:
-            self._receiver.driver.settle(device)
-
     def _view(self, slot: TensorSlot) -> torch.Tensor:
-        if slot.name not in self._views:
+        if self._views is None:
             raise LinkLost("this version's memory was given back")
-        return self._views[slot.name]
+        return self._views.by_name[slot.name]
 
     def close(self) -> None:
         """See StagedVersion. Its memory stays mapped for the next version."""
         super().close()
-        self._views, self._found = {}, None
-
-
-def _views(
-    tensors: Sequence[TensorSlot], mappings: Sequence[Mapping], places: Sequence[Place]
-) -> dict[str, torch.Tensor]:
-    """A tensor of each slot's dtype and shape, in the sender's memory."""
-    flat = [mapping.data for mapping in mappings]
-    views = {}
-    for slot, place in zip(tensors, places, strict=True):
-        dtype = getattr(torch, slot.dtype)
-        if slot.nbytes == 0:
-            views[slot.name] = torch.empty(slot.shape, dtype=dtype, device=flat[0].device if flat else None)
-            continue
-        part = flat[place.segment][place.offset : place.offset + slot.nbytes]
-        views[slot.name] = part.view(dtype).view(slot.shape)
-    return views
+        self._views = self._found = None
