@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncstack.errors import DigestMismatch, GpuError, HandleRefused, LinkLost, SyncstackError, TransportError
+from syncstack.transports.cuda import receiver
 from syncstack.transports.cuda.receiver import CudaReceiver
 from syncstack.transports.cuda.sender import BY_FD, BY_IPC, CudaSender
 from syncstack.transports.session import LinkServer
@@ -331,6 +332,24 @@ def test_a_link_that_ends_unmaps_everything_but_what_a_loader_holds() -> None:
     assert not worker.gpu.open_handles()
     assert not worker.gpu.reserved
     pair.sender.close()
+
+
+def test_the_end_of_the_process_waits_for_a_thread_that_unmaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair() as pair:
+        pair.stage(Weights(a=at(pair.gpu.expandable(3), 40000)))
+        worker = pair.workers[0]
+        worker.versions.clear()
+        begun = threading.Event()
+
+        def slow(device: str) -> None:
+            begun.set()
+            time.sleep(0.3)
+
+        monkeypatch.setattr(worker.gpu, "settle", slow)
+        pair.workers[0].link.end()
+        assert begun.wait(5)
+        receiver._close_all()
+        assert not worker.gpu.reserved
 
 
 def test_two_hundred_versions_leave_nothing() -> None:

@@ -9,6 +9,7 @@ bytes of handles repeat, and name nothing.
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakSet
@@ -66,6 +67,8 @@ class CudaReceiver:
         self._table: Table | None = None
         self._mapped: dict[int, Mapping] = {}
         self._views: Views | None = None
+        self._closing = threading.Lock()
+        """Held while it unmaps, so that the process's end can wait for a link's thread that does."""
         self._pending: dict[int, PendingSegment] = {}
 
     @property
@@ -179,10 +182,11 @@ class CudaReceiver:
     def close(self) -> None:
         """Unmap everything; what a loader still holds stays readable until it is dropped."""
         self.give_up()
-        self._views = None
-        for mapping in self._mapped.values():
-            mapping.close()
-        self._mapped, self._table, self._sender, self._tensors = {}, None, "", ()
+        with self._closing:
+            self._views = None
+            while self._mapped:
+                self._mapped.popitem()[1].close()
+            self._table, self._sender, self._tensors = None, "", ()
 
 
 _OPEN: WeakSet[CudaReceiver] = WeakSet()
