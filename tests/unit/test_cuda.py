@@ -280,6 +280,33 @@ def test_a_call_that_the_trainers_driver_refuses_ends_it_and_nothing_is_held(cal
     assert not any(one.held for one in pair.gpu.physical.values())
 
 
+class Busy(Weights):
+    """A source that does not return before ``go``."""
+
+    go = threading.Event()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self.go.wait(20)
+        yield from super().__iter__()
+
+
+def test_a_worker_that_goes_while_the_source_is_busy_is_noticed_and_what_it_gives_then_goes_nowhere() -> None:
+    with Pair() as pair:
+        source = Busy(a=at(pair.gpu.expandable(3), 40000))
+        threading.Timer(0.2, pair.workers[0]._own.close).start()
+        begin = time.monotonic()
+        with pytest.raises(LinkLost):
+            pair.stage(source)
+        assert time.monotonic() - begin < 2
+        pair.renew()
+        source.go.set()
+        (version,) = pair.stage(source)
+        assert same(version, source)
+        assert [one.held for one in pair.gpu.physical.values()] == [1, 1, 1]
+        pair.sender.close()
+        assert [one.held for one in pair.gpu.physical.values()] == [0, 0, 0]
+
+
 def test_a_worker_without_the_device_refuses_by_its_name() -> None:
     with Pair() as pair:
         pair.gpu.device_of = lambda tensor: "GPU-other"  # type: ignore[method-assign]

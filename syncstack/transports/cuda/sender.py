@@ -10,9 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
+from msgspec.structs import replace
 
 from syncstack.transports.answers import collect_answers
 from syncstack.transports.cuda.digests import make_digester
@@ -30,6 +32,9 @@ BY_FD: frozenset[Kind] = frozenset({"fd", "ipc"})
 """What ``cuda_fd`` hands out: descriptors, and a legacy handle for what has none."""
 
 BY_IPC: frozenset[Kind] = frozenset({"ipc"})
+
+Known = WeakKeyDictionary[Link, Table]
+"""What each worker was told last."""
 
 
 class CudaSender:
@@ -56,7 +61,7 @@ class CudaSender:
         self._digester: Digester | None = None
         self._reader = ValueReader(bucket_bytes=0)
         self._table = OwnTable(self._driver, kinds)
-        self._known: WeakKeyDictionary[Link, Table] = WeakKeyDictionary()
+        self._known: Known = WeakKeyDictionary()
         self._values: list[torch.Tensor] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._copied = False
@@ -89,25 +94,30 @@ class CudaSender:
         ways = {link: (fd_ways or {}).get(link) or default_way(link) for link in links}
         given = Given(ways, session=session, wait_s=wait_s)
 
+        table, known, values = self._table, self._known, list[torch.Tensor]()
+
         def send() -> None:
             self._copied = False
-            self._values = [
-                self._placed(slot, value) for slot, value in self._reader.values(source, wanted, manifest, stop)
-            ]
-            pending = self._digests()  # while everything else is looked at
-            self._show(given, ways, manifest, session, version, wait_s)
-            self._tell(links, pending(), session, wait_s)
+            for slot, value in self._reader.values(source, wanted, manifest, stop):
+                values.append(self._placed(slot, value))
+            pending = self._digests(values)  # while everything else is looked at
+            offer = self._offer(table, values, manifest, session, version)
+            _show(offer, table, known, given, ways, wait_s)
+            _tell(links, pending(), session, wait_s)
 
         try:
             filling = self._reader.start(send)
             num = len(manifest.tensors)
-            return manifest, collect_answers(links, filling, session=session, num_tensors=num, wait_s=wait_s)
+            staged = collect_answers(links, filling, session=session, num_tensors=num, wait_s=wait_s)
         except BaseException:
             stop.set()
-            self._reader.release(self.retire)
+            self._forget()
+            self._reader.release(partial(_end, table, given))  # not before its thread has ended
             raise
         finally:
             given.close()
+        self._values = values
+        return manifest, staged
 
     def _placed(self, slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:
         """The value itself where it can be read as it lies, else a copy in memory that can."""
@@ -124,58 +134,34 @@ class CudaSender:
         with torch.no_grad():
             return buffer.view(dtype).view(slot.shape).copy_(value)
 
-    def _show(
-        self, given: Given, ways: Mapping[Link, FdWay], manifest: Manifest, session: str, version: int, wait_s: float
-    ) -> None:
-        """Offer the version, and hand over what each worker has not seen yet."""
-        lying = [value for value in self._values if value.nbytes]
+    def _offer(
+        self, table: OwnTable, values: Sequence[torch.Tensor], manifest: Manifest, session: str, version: int
+    ) -> Offer:
+        """Find out where the values lie now, and say so in ``table``; how it is handed over is left open."""
+        lying = [value for value in values if value.nbytes]
         if lying:
             device = self._driver.device_of(lying[0])
             self._driver.bind(device)
             if self._copied:
                 self._driver.settle(device)  # a worker reads as soon as it is offered something
-        self._table.update(self._values)
-        table = Table(
+        table.update(values)
+        return Offer(
             session=session,
-            generation=self._table.generation,
-            segments=tuple(segment.told for segment in self._table.segments),
-            places=self._table.places,
+            version=version,
+            segment=table.nonce,
+            segment_bytes=manifest.total_bytes,
+            generation=table.generation,
+            tensors=manifest.tensors,
         )
-        lacking = {segment: self._lacking(segment, ways) for segment in self._table.segments}
-        given.check(lacking)
-        for link, way in ways.items():
-            offer = Offer(
-                session=session,
-                version=version,
-                segment=self._table.nonce,
-                segment_bytes=manifest.total_bytes,
-                generation=table.generation,
-                handle=handle_for(way),
-                tensors=manifest.tensors,
-            )
-            link.send(offer, deadline=time.monotonic() + wait_s)
-            known = self._known.get(link)
-            if known is None or known.generation != table.generation:
-                link.send(table, deadline=time.monotonic() + wait_s)
-        for segment, links in lacking.items():
-            if links:
-                given.give(segment, links)
-        for link in ways:
-            self._known[link] = table
 
-    def _lacking(self, segment: OwnSegment, links: Iterable[Link]) -> list[Link]:
-        """The links whose workers have not got a segment."""
-        known = {link: self._known.get(link) for link in links}
-        return [link for link, table in known.items() if table is None or segment.told not in table.segments]
-
-    def _digests(self) -> Callable[[], tuple[str, ...]]:
-        """Start on the digests of all values; names that share their bytes share their digest."""
-        places = [(value.data_ptr(), value.nbytes) for value in self._values]
-        distinct = dict(zip(places, self._values, strict=True))
+    def _digests(self, values: Sequence[torch.Tensor]) -> Callable[[], tuple[str, ...]]:
+        """Start on the digests of all values; those that share their bytes share their digest."""
+        places = [(value.data_ptr(), value.nbytes) for value in values]
+        distinct = dict(zip(places, values, strict=True))
         if not distinct:
             return tuple
         if self._digester is None:
-            self._digester = self._make_digester(self._values[0].device)
+            self._digester = self._make_digester(values[0].device)
         pending = self._digester(list(distinct.values()))
 
         def wait() -> tuple[str, ...]:
@@ -184,22 +170,61 @@ class CudaSender:
 
         return wait
 
-    def _tell(self, links: Sequence[Link], digests: tuple[str, ...], session: str, wait_s: float) -> None:
-        """Say what the workers must find."""
-        for link in links:
-            if digests:
-                link.send(BucketReady(session=session, first=0, digests=digests), deadline=time.monotonic() + wait_s)
-            link.send(StageEnd(session=session), deadline=time.monotonic() + wait_s)
-
     def retire(self) -> None:
         """Forget what was shown: the next version is shown anew, and a worker that still reads is found out by its
         digests. Memory that it has mapped stays mapped there, and only there."""
-        self._table.clear()
+        table = self._table
+        self._forget()
+        table.clear()
+
+    def _forget(self) -> None:
         self._table = OwnTable(self._driver, self._kinds)
-        self._known.clear()
+        self._known = WeakKeyDictionary()
         self._values, self._buffers = [], {}
 
     def close(self) -> None:
         """Let all memory go."""
         self.retire()
         self._reader.close()
+
+
+def _show(offer: Offer, own: OwnTable, known: Known, given: Given, ways: Mapping[Link, FdWay], wait_s: float) -> None:
+    """Offer the version, and hand over what each worker has not seen yet."""
+    table = Table(
+        session=offer.session,
+        generation=own.generation,
+        segments=tuple(segment.told for segment in own.segments),
+        places=own.places,
+    )
+    lacking = {segment: _lacking(segment, ways, known) for segment in own.segments}
+    given.check(lacking)
+    for link, way in ways.items():
+        link.send(replace(offer, handle=handle_for(way)), deadline=time.monotonic() + wait_s)
+        last = known.get(link)
+        if last is None or last.generation != table.generation:
+            link.send(table, deadline=time.monotonic() + wait_s)
+    for segment, links in lacking.items():
+        if links:
+            given.give(segment, links)
+    for link in ways:
+        known[link] = table
+
+
+def _lacking(segment: OwnSegment, links: Iterable[Link], known: Known) -> list[Link]:
+    """The links whose workers have not got a segment."""
+    last = {link: known.get(link) for link in links}
+    return [link for link, table in last.items() if table is None or segment.told not in table.segments]
+
+
+def _tell(links: Sequence[Link], digests: tuple[str, ...], session: str, wait_s: float) -> None:
+    """Say what the workers must find."""
+    for link in links:
+        if digests:
+            link.send(BucketReady(session=session, first=0, digests=digests), deadline=time.monotonic() + wait_s)
+        link.send(StageEnd(session=session), deadline=time.monotonic() + wait_s)
+
+
+def _end(table: OwnTable, given: Given) -> None:
+    """Let go of what a version that was given up has held."""
+    given.close()
+    table.clear()
