@@ -18,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncstack.errors import DigestMismatch, GpuError, HandleRefused, LinkLost, SyncstackError, TransportError
+from syncstack.facts import collect
 from syncstack.transports.cuda import receiver
 from syncstack.transports.cuda.receiver import CudaReceiver
 from syncstack.transports.cuda.sender import BY_FD, BY_IPC, CudaSender
+from syncstack.transports.host_fd.handover import FdWay
 from syncstack.transports.session import LinkServer
 from syncstack.transports.staged import StagedVersion
 from syncstack.weights.manifest import resolve
@@ -95,11 +97,14 @@ class Pair:
         self.sender = CudaSender(kinds, driver=lambda: self.gpu)  # type: ignore[arg-type]
         self.workers = [Worker() for _ in range(workers)]
 
-    def stage(self, source: Weights, want: Sequence[ParamMeta] | None = None) -> list[StagedVersion]:
+    def stage(
+        self, source: Weights, want: Sequence[ParamMeta] | None = None, *, way: FdWay = "scm"
+    ) -> list[StagedVersion]:
         session = secrets.token_hex(8)
         wanted = resolve(source.metadata(), want or source.metadata(), {})
         links = [worker.link for worker in self.workers]
-        self.sender.stage(source, wanted, links, session=session, version=1, wait_s=10)
+        ways = dict.fromkeys(links, way)
+        self.sender.stage(source, wanted, links, session=session, version=1, wait_s=10, fd_ways=ways)
         return [worker.versions[session] for worker in self.workers]
 
     def renew(self) -> None:
@@ -337,6 +342,28 @@ def test_three_hundred_chunks_go_in_two_batches() -> None:
         assert same(version, source)
         del version
         assert num_fds() == fds + 300  # those of the worker's fake memory
+
+
+@pytest.mark.skipif(
+    collect().syscalls["pidfd_getfd"].verdict != "ok", reason="pidfd_getfd is not allowed here, which is the rule"
+)
+def test_descriptors_can_be_fetched_and_stay_open_until_they_were() -> None:
+    with Pair(workers=2) as pair:
+        source = Weights(a=at(pair.gpu.expandable(300), 300 * CHUNK // 4))
+        fds = num_fds()
+        for version in pair.stage(source, way="pidfd"):
+            assert same(version, source)
+        assert num_fds() == fds + 600  # those of the workers' fake memory
+        worker = pair.workers[1].gpu
+        pair.gpu.shrink(source.tensors["a"].data_ptr())
+        pair.gpu.grow(source.tensors["a"].data_ptr())
+        worker.fail.append("map")
+        fds = num_fds()
+        with pytest.raises(GpuError):
+            pair.stage(source, way="pidfd")
+        pair.renew()
+        gc.collect()
+        assert num_fds() <= fds
 
 
 def test_a_link_that_ends_unmaps_everything_but_what_a_loader_holds() -> None:

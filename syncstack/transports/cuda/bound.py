@@ -1,4 +1,4 @@
-"""The real driver, by NVIDIA's own bindings (``cuda.bindings``, the extra ``gpu``)."""
+"""The real driver, by NVIDIA's own bindings (``cuda.bindings``, which torch's CUDA builds bring)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BoundDriver:
                 "the CUDA driver's bindings cannot be loaded",
                 observed=str(error),
                 consequence="Nothing was shared",
-                next_step="pip install 'syncstack[gpu]'",
+                next_step="install a CUDA build of torch, which brings cuda-bindings",
             ) from None
         self._cu: Any = driver
         self._fd_type = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
