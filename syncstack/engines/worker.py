@@ -21,6 +21,7 @@ from syncstack.facts import collect, say_hello
 from syncstack.refit.messages import ErrorReply, WorkerInfo
 from syncstack.settings import Settings
 from syncstack.transports import SPOKEN
+from syncstack.transports.cuda.placement import placement
 from syncstack.transports.endpoint import WorkerEndpoint
 from syncstack.transports.staged import StagedVersion
 from syncstack.weights.manifest import MAX_LISTED, fingerprint
@@ -29,6 +30,10 @@ from syncstack.wire import tcp
 
 class Loader(Protocol):
     """An engine's own way to take a full set of weights, in checkpoint names."""
+
+    def example(self) -> torch.Tensor | None:
+        """One of the engine's own parameters as it lies now: tells where the weights go."""
+        ...
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load everything; may keep the views until it returns, must not write into them. Raises on any failure."""
@@ -41,6 +46,13 @@ class Loader(Protocol):
     def recover(self) -> None:
         """After a failed load: forget half-loaded layers, so that the next full load starts afresh."""
         ...
+
+
+def _finish(example: torch.Tensor | None) -> None:
+    """Block until the device has loaded what it was asked to load: only then is it known whether it could, and how long
+    it took."""
+    if example is not None and example.device.type == "cuda":
+        torch.cuda.synchronize(example.device)
 
 
 class EngineWorker:
@@ -67,13 +79,17 @@ class EngineWorker:
     def info(self) -> WorkerInfo:
         """Who this worker is, with its own facts: they decide, not the front end's."""
         folder, path = self._folder, self._endpoint.path
+        # Without a socket in it, a folder that both mount is no way for descriptors.
+        facts = collect(socket_dir=None if folder is None else folder.parent)
+        device, memory = placement(self._loader.example(), facts)
         hello = say_hello(
             "engine",
             rank=self._rank,
             name=self._name,
+            device=device,
+            memory=memory,
             transports=SPOKEN,
-            # Without a socket in it, a folder that both mount is no way for descriptors.
-            facts=collect(socket_dir=None if folder is None else folder.parent),
+            facts=facts,
         )
         return WorkerInfo(socket="" if path is None else path.name, port=self._endpoint.port, hello=hello)
 
@@ -115,6 +131,7 @@ class EngineWorker:
         begin = time.perf_counter()
         try:
             self._loader.load(version.views())
+            _finish(self._loader.example())
             version.check_unchanged()
         except BaseException:
             self._loader.recover()
@@ -134,6 +151,7 @@ class EngineWorker:
                 expected="every parameter filled",
                 next_step="this model's loader drops names; report it with the model's architecture",
             )
+        self._endpoint.drop(session)  # nothing reads it any more
         return {"tensors": len(version.offer.tensors)}
 
     def close(self) -> None:

@@ -10,11 +10,12 @@ import logging
 from collections.abc import Sequence
 
 import msgspec
+import torch
 
 from syncstack.errors import PlanError
 from syncstack.plan import Choice, FdWay, Refused
 from syncstack.refit.metrics import metrics
-from syncstack.refit.planning import plan, policy, trainer_hello
+from syncstack.refit.planning import placed, plan, policy, trainer_hello
 from syncstack.refit.target import Target
 from syncstack.refit.trial import REFUSALS, TRIAL_S, Ended, Rate, Trials, short
 from syncstack.settings import Settings
@@ -39,17 +40,25 @@ class Agreement:
         self.rate: Rate | None = None
         """What the agreed transport did on these links, measured once for each set of workers."""
 
-    def reach(self, targets: Sequence[Target], wanted: Sequence[Wanted]) -> str:
+    def reach(self, targets: Sequence[Target], wanted: Sequence[Wanted], example: torch.Tensor | None = None) -> str:
         """Plan, connect and try every link of ``targets``; returns the transport they all passed. Blocks.
 
-        ``wanted`` is what the refits will move. Raises PlanError when no transport passes, LinkLost when a worker goes
-        away, LinkRefused when another process answers in its place.
+        ``wanted`` is what the refits will move, ``example`` one of the tensors, None for weights on the host. Raises
+        PlanError when no transport passes, LinkLost when a worker goes away, LinkRefused when another process answers
+        in its place.
         """
+        self.hello = placed(self.hello, example)
         refused: tuple[Refused, ...] = ()
         while True:
             self._plan(targets, refused)
             transport = targets[0].choice.transport
-            trials = Trials(transport, _links(targets), bucket_bytes=self._settings.bucket_bytes)
+            trials = Trials(
+                transport,
+                _links(targets),
+                bucket_bytes=self._settings.bucket_bytes,
+                gpu=self.hello.device,
+                device=torch.device("cpu") if example is None else example.device,
+            )
             cause = _cause(trials.run(min(TRIAL_S, self._settings.link_s))) or self._measure(trials, targets, wanted)
             if not cause:
                 self._tell(targets, refused)

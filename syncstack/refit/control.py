@@ -209,7 +209,6 @@ class Control:
                 raise
             raise LoadFailed("the engine could not publish its version", observed=repr(error)) from error
         self.state.advance(Step.COMMITTED, request.session)
-        await self._finish(request.session)
         log.info("version %d is in", self.state.version)
 
     async def _step_resume(self, request: StepRequest) -> None:

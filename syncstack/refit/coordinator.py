@@ -38,7 +38,7 @@ from syncstack.threads import in_thread
 from syncstack.transports.order import await_done, mark
 from syncstack.transports.senders import Sender, make_sender
 from syncstack.weights.manifest import Wanted, resolve
-from syncstack.weights.source import WeightSource
+from syncstack.weights.source import WeightSource, example_of
 
 log = logging.getLogger(__name__)
 
@@ -129,14 +129,16 @@ class Coordinator:
         if new or not self._transport:
             self._transport = ""
             self._retire()
-            transport = self._agreement.reach(self._targets, wanted)
+            transport = self._agreement.reach(self._targets, wanted, example_of(self._source))
             self._take(transport)
         return wanted
 
     def _take(self, transport: str) -> None:
         if self._sender is not None:
             self._sender.close()
-        self._sender = make_sender(transport, bucket_bytes=self._settings.bucket_bytes)
+        self._sender = make_sender(
+            transport, bucket_bytes=self._settings.bucket_bytes, device=self._agreement.hello.device
+        )
         self._transport = transport
         self._told_slow = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import torch
 
 from syncstack.errors import UsageError
 from syncstack.facts import Hello, collect, say_hello
@@ -13,6 +14,7 @@ from syncstack.refit.dial import Way
 from syncstack.refit.messages import EngineInfo
 from syncstack.settings import Settings
 from syncstack.transports import SPOKEN
+from syncstack.transports.cuda.placement import placement
 
 
 def policy(settings: Settings) -> Policy:
@@ -23,6 +25,12 @@ def policy(settings: Settings) -> Policy:
 def trainer_hello(settings: Settings, rank: int) -> Hello:
     """What this trainer rank says of itself."""
     return say_hello("trainer", rank=rank, transports=SPOKEN, facts=collect(socket_dir=settings.socket_dir))
+
+
+def placed(hello: Hello, example: torch.Tensor | None) -> Hello:
+    """``hello`` with where the weights lie now, of which ``example`` is one: an offloaded model comes and goes."""
+    device, memory = placement(example, hello.facts)
+    return msgspec.structs.replace(hello, device=device, memory=memory)
 
 
 def plan(sender: Hello, engines: Sequence[tuple[EngineInfo, Way]], wanted: Policy) -> list[list[Choice]]:

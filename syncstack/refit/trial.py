@@ -20,7 +20,8 @@ import torch
 from syncstack.errors import DeadlineExceeded, ProtocolError, SyncstackError, TransportError
 from syncstack.plan import FdWay
 from syncstack.threads import in_thread
-from syncstack.transports.senders import make_sender
+from syncstack.transports.order import await_done, mark
+from syncstack.transports.senders import Sender, make_sender
 from syncstack.weights.manifest import Wanted
 from syncstack.weights.meta import DTYPE_BYTES, ParamMeta
 from syncstack.wire.link import Link
@@ -59,8 +60,20 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
 class Trials:
     """Trials over the links of one plan. Blocks; called by the thread that owns the links."""
 
-    def __init__(self, transport: str, links: Mapping[str, tuple[Link, FdWay]], *, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        transport: str,
+        links: Mapping[str, tuple[Link, FdWay]],
+        *,
+        bucket_bytes: int,
+        gpu: str = "",
+        device: torch.device | None = None,
+    ) -> None:
+        """``gpu`` is the UUID of the GPU that holds the weights, ``device`` torch's name for where they lie: what is
+        tried lies there too."""
         self._transport = transport
+        self._gpu = gpu
+        self._device = device or torch.device("cpu")
         self._links = links
         self._bucket_bytes = bucket_bytes
 
@@ -75,8 +88,9 @@ class Trials:
     def _one(self, name: str, wait_s: float) -> None:
         link, way = self._links[name]
         content = torch.frombuffer(bytearray(os.urandom(TRIAL_BYTES)), dtype=torch.uint8)
-        bucket = {"syncstack.trial": content}
-        sender = make_sender(self._transport, bucket_bytes=self._bucket_bytes)
+        bucket = {"syncstack.trial": content.to(self._device)}
+        await_done(mark(), wait_s=wait_s)
+        sender = self._sender()
         try:
             sender.stage(
                 _Given(bucket),
@@ -90,15 +104,19 @@ class Trials:
         finally:
             sender.close()
 
+    def _sender(self) -> Sender:
+        return make_sender(self._transport, bucket_bytes=self._bucket_bytes, device=self._gpu)
+
     def measure(self, wanted: Sequence[Wanted], wait_s: float) -> Rate:
         """Move tensors like the first of ``wanted`` to all links, as a refit does, and time it.
 
         The real shapes, because a model of many small tensors moves slower than one tensor of the same size.
         """
-        source = _Given({meta.name: _like(meta) for meta in _first(wanted, MEASURED_BYTES)})
+        source = _Given({meta.name: _like(meta, self._device) for meta in _first(wanted, MEASURED_BYTES)})
+        await_done(mark(), wait_s=wait_s)
         num_bytes = sum(want.meta.nbytes for want in source.wanted())
         links = [link for link, _ in self._links.values()]
-        sender = make_sender(self._transport, bucket_bytes=self._bucket_bytes)
+        sender = self._sender()
         seconds = []
         try:
             for _ in range(1 + ROUNDS):
@@ -166,10 +184,10 @@ def _first(wanted: Sequence[Wanted], most: int) -> Iterator[ParamMeta]:
             return
 
 
-def _like(meta: ParamMeta) -> torch.Tensor:
+def _like(meta: ParamMeta, device: torch.device) -> torch.Tensor:
     """A tensor of its shape and dtype, in pages of its own: untouched ones would all be the same page of zeros."""
     return (
-        torch.full((math.prod(meta.shape) * DTYPE_BYTES[meta.dtype],), 1, dtype=torch.uint8)
+        torch.full((math.prod(meta.shape) * DTYPE_BYTES[meta.dtype],), 1, dtype=torch.uint8, device=device)
         .view(getattr(torch, meta.dtype))
         .view(meta.shape)
     )

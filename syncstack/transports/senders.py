@@ -7,6 +7,7 @@ from typing import Protocol
 
 from syncstack.errors import PlanError
 from syncstack.transports import SPOKEN
+from syncstack.transports.cuda.sender import BY_FD, BY_IPC, CudaSender
 from syncstack.transports.host_fd.handover import FdWay
 from syncstack.transports.host_fd.sender import HostFdSender
 from syncstack.transports.stream.sender import StreamSender
@@ -14,6 +15,8 @@ from syncstack.weights.manifest import Manifest, Wanted
 from syncstack.weights.source import WeightSource
 from syncstack.wire.link import Link
 from syncstack.wire.messages import Staged
+
+_BY_GPU = {"cuda_fd": BY_FD, "cuda_ipc": BY_IPC}
 
 
 class Sender(Protocol):
@@ -53,11 +56,14 @@ class Sender(Protocol):
         ...
 
 
-def make_sender(transport: str, *, bucket_bytes: int) -> Sender:
-    """The sender of ``transport``; ``bucket_bytes`` is how often a worker is told what it may read.
+def make_sender(transport: str, *, bucket_bytes: int, device: str = "") -> Sender:
+    """The sender of ``transport``; ``bucket_bytes`` is how often a worker is told what it may read, ``device`` the UUID
+    of the GPU that holds the weights, "" for none.
 
-    Raises PlanError for a transport that is not in this build.
+    Raises PlanError for a transport that is not in this build, TransportError for one that cannot work in this process.
     """
+    if transport in _BY_GPU:
+        return CudaSender(_BY_GPU[transport], device)
     if transport == "host_fd":
         return HostFdSender(bucket_bytes=bucket_bytes)
     if transport == "stream":

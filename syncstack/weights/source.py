@@ -34,6 +34,20 @@ class WeightSource(Protocol):
         ...
 
 
+@runtime_checkable
+class Located(Protocol):
+    """What a source also has if its weights may lie on a GPU: without it the plan takes them to lie on the host."""
+
+    def example(self) -> torch.Tensor | None:
+        """One of the tensors as it lies now; None for a source without tensors. Moves and gathers nothing."""
+        ...
+
+
+def example_of(source: WeightSource) -> torch.Tensor | None:
+    """A tensor of a source that says where its weights lie; None for one that does not."""
+    return source.example() if isinstance(source, Located) else None
+
+
 class ModuleSource:
     """The state dict of an unsharded ``torch.nn.Module``: parameters and persistent buffers.
 
@@ -49,19 +63,16 @@ class ModuleSource:
 
     @staticmethod
     def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        first: dict[tuple[object, ...], str] = {}
+        at: dict[int, list[str]] = {}
         tied = {}
         for name, tensor in tensors.items():
-            target = first.setdefault(ModuleSource._identity(tensor), name)
-            if target != name:
-                tied[name] = target
+            others = at.setdefault(tensor.data_ptr(), [])  # most have nobody there, and are not looked at twice
+            same = next((other for other in others if _same(tensor, tensors[other])), None)
+            if same is None:
+                others.append(name)
+            else:
+                tied[name] = same
         return tied
-
-    @staticmethod
-    def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-        # An empty tensor has no address to be identified by: each is its own.
-        address = tensor.data_ptr() if tensor.numel() else id(tensor)
-        return (tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def metadata(self) -> Sequence[ParamMeta]:
         """See WeightSource."""
@@ -77,9 +88,24 @@ class ModuleSource:
         """See WeightSource."""
         return self._tied(self._tensors())
 
+    def example(self) -> torch.Tensor | None:
+        """See Located. One on a GPU if there is any."""
+        found = [tensor for tensor in self._tensors().values() if tensor.numel()]
+        return next((tensor for tensor in found if tensor.device.type == "cuda"), found[0] if found else None)
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         tensors = self._tensors()
         tied = self._tied(tensors)
         for name, tensor in tensors.items():
             if name not in tied:
                 yield name, tensor
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors at one address are one. An empty one has no address to be known by: each is its own."""
+    return bool(one.numel()) and (one.device, one.dtype, one.shape, one.stride()) == (
+        other.device,
+        other.dtype,
+        other.shape,
+        other.stride(),
+    )

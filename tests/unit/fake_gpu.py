@@ -65,6 +65,8 @@ class FakeGpu:
     ids: dict[int, int] = field(default_factory=dict)
     reserved: dict[int, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
+    room: int | None = None
+    """Bytes that ``create`` may give at a time."""
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1000))
 
     # -- what a test does to it: the trainer's allocator ---------------------------------------------------------------
@@ -93,6 +95,11 @@ class FakeGpu:
         base = mapped(0, nbytes, -1, mmap.PROT_READ | mmap.PROT_WRITE)
         self.plain[base], self.ids[base] = nbytes, next(self.numbers)
         return base
+
+    @property
+    def mapped(self) -> dict[int, int]:
+        """Bytes by address of everything that is mapped there."""
+        return {address: self.physical[handle].nbytes for address, handle in self.at.items()}
 
     def open_handles(self) -> int:
         """Physical memory that this process still holds or maps."""
@@ -130,7 +137,7 @@ class FakeGpu:
         self._asked("settle")
 
     def _base(self, address: int) -> int | None:
-        sizes = {**dict.fromkeys(self.at, CHUNK), **self.plain}
+        sizes = {**self.mapped, **self.plain}
         bases = sorted(sizes)
         index = bisect_right(bases, address) - 1
         return bases[index] if index >= 0 and address < bases[index] + sizes[bases[index]] else None
@@ -143,7 +150,7 @@ class FakeGpu:
         base = self._base(address)
         if base is None:
             raise GpuError("cuMemGetAddressRange", "CUDA_ERROR_NOT_FOUND")
-        return base, self.plain.get(base, CHUNK)
+        return base, self.plain[base] if base in self.plain else self.mapped[base]
 
     def buffer_id(self, address: int) -> int:
         if address not in self.ids:
@@ -174,8 +181,18 @@ class FakeGpu:
     def export_ipc(self, address: int) -> bytes:
         return address.to_bytes(32, "little") + self.plain[address].to_bytes(32, "little")
 
-    def empty(self, nbytes: int, like: torch.Tensor | None) -> torch.Tensor:
-        return tensor_at(self.expandable(-(-nbytes // CHUNK) or 1), nbytes)
+    def empty(self, nbytes: int, device: str) -> torch.Tensor:
+        return tensor_at(self.malloc(nbytes), nbytes)
+
+    def create(self, nbytes: int, device: str) -> tuple[int, int]:
+        self._asked("create")
+        size = -(-nbytes // CHUNK) * CHUNK
+        if self.room is not None and size > self.room:
+            raise GpuError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY")
+        handle = self._made(os.memfd_create("gpu", os.MFD_CLOEXEC), size)
+        os.ftruncate(self.physical[handle].fd, size)
+        self.physical[handle].held = 1
+        return handle, size
 
     def import_fd(self, fd: int) -> int:
         self._asked("import_fd")
@@ -196,9 +213,10 @@ class FakeGpu:
         mapped(address, nbytes, self.physical[handle].fd, PROT_NONE)
         self.at[address] = handle
 
-    def allow_read(self, address: int, nbytes: int, device: str) -> None:
-        self._asked("allow_read")
-        assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.PROT_READ) == 0
+    def allow(self, address: int, nbytes: int, device: str, *, write: bool = False) -> None:
+        self._asked("allow")
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+        assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), protection) == 0
 
     def unmap(self, address: int, nbytes: int) -> None:
         mapped(address, nbytes, -1, PROT_NONE)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from syncstack.errors import DigestMismatch, GpuError, HandleRefused, LinkLost, SyncstackError, TransportError
 from syncstack.facts import collect
-from syncstack.transports.cuda import receiver
+from syncstack.transports.cuda import arena, receiver
 from syncstack.transports.cuda.receiver import CudaReceiver
 from syncstack.transports.cuda.sender import BY_FD, BY_IPC, CudaSender
 from syncstack.transports.host_fd.handover import FdWay
@@ -94,7 +94,7 @@ class Pair:
 
     def __init__(self, kinds: frozenset[str] = BY_FD, workers: int = 1) -> None:
         self.gpu = FakeGpu()
-        self.sender = CudaSender(kinds, driver=lambda: self.gpu)  # type: ignore[arg-type]
+        self.sender = CudaSender(kinds, DEVICE, driver=lambda: self.gpu)  # type: ignore[arg-type]
         self.workers = [Worker() for _ in range(workers)]
 
     def stage(
@@ -205,7 +205,7 @@ def test_a_segment_that_grows_and_moves_is_followed() -> None:
         assert pair.workers[0].gpu.open_handles() == 1
 
 
-def test_cuda_ipc_opens_an_allocation_once_and_refuses_expandable_segments() -> None:
+def test_cuda_ipc_opens_an_allocation_once_and_copies_what_lies_in_expandable_segments() -> None:
     with Pair(BY_IPC) as pair:
         base = pair.gpu.malloc(1 << 20)
         source = Weights(a=at(base, 300), b=at(base + 4096, 500))
@@ -213,8 +213,61 @@ def test_cuda_ipc_opens_an_allocation_once_and_refuses_expandable_segments() -> 
             (version,) = pair.stage(source)
             assert same(version, source)
         assert pair.workers[0].gpu.calls["open_ipc"] == 1
+        other = Weights(a=at(pair.gpu.expandable(1), 3))  # as when the allocator was set to them for a while
+        (version,) = pair.stage(other)
+        assert same(version, other)
+        assert "export_fd" not in pair.gpu.calls
+
+
+def test_cuda_ipc_says_what_to_do_where_torch_gives_expandable_segments_only() -> None:
+    with Pair(BY_IPC) as pair:
+        pair.gpu.empty = lambda nbytes, device: tensor_at(pair.gpu.expandable(1), nbytes)  # type: ignore[method-assign]
         with pytest.raises(HandleRefused, match=r"expandable segments, which have no legacy handle.*Next: use cuda_fd"):
             pair.stage(Weights(a=at(pair.gpu.expandable(1), 3)))
+        source = Weights(a=at(pair.gpu.malloc(CHUNK), 300))
+        assert same(pair.stage(source)[0], source)
+
+
+def test_plain_memory_is_copied_into_memory_that_can_be_handed_over_and_stays_there() -> None:
+    with Pair() as pair:
+        base = pair.gpu.malloc(1 << 20)
+        source = Weights(a=at(base, 300), b=at(base + 4096, 3, 70000), c=at(pair.gpu.expandable(1), 9))
+        for seed in range(3):
+            source.tensors["b"].copy_(torch.randn(3, 70000, generator=torch.Generator().manual_seed(seed)))
+            (version,) = pair.stage(source)
+            assert same(version, source)
+        source.tensors["b"].zero_()  # what the worker reads is a copy
+        assert dict(version.views())["b"].any()
+        assert pair.gpu.calls["create"] == 1
+        assert pair.gpu.calls["export_fd"] == pair.workers[0].gpu.calls["import_fd"] == 2
+        assert "open_ipc" not in pair.workers[0].gpu.calls
+        held = pair.gpu.open_handles()
+        pair.sender.retire()
+        gc.collect()
+        assert pair.gpu.open_handles() < held
+
+
+def test_large_copies_have_a_piece_each_and_small_ones_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "BLOCK_BYTES", 2 * CHUNK)
+    with Pair() as pair:
+        base = pair.gpu.malloc(1 << 20)
+        sizes = (100, 50000, 200, 300, 20000, 20000)
+        source = Weights(**{f"w{index}": at(base + index * (128 << 10), size) for index, size in enumerate(sizes)})
+        (version,) = pair.stage(source)
+        assert same(version, source)
+        assert pair.gpu.calls["create"] == 4
+        for name, view in version.views():
+            assert view.data_ptr() % 256 == 0, name
+
+
+def test_no_room_for_a_copy_is_told_with_what_to_do_and_the_next_version_comes() -> None:
+    with Pair() as pair:
+        pair.gpu.room = 0
+        source = Weights(a=at(pair.gpu.malloc(CHUNK), 300))
+        with pytest.raises(TransportError, match=r"no room for the copy .*Next: set expandable_segments:True"):
+            pair.stage(source)
+        assert pair.gpu.reserved == {}
+        pair.gpu.room = None
         assert same(pair.stage(source)[0], source)
 
 
@@ -235,7 +288,7 @@ def test_a_value_that_cannot_be_read_as_it_lies_gets_a_buffer_that_is_kept() -> 
             assert torch.equal(found["strided"], source.tensors["strided"])
             assert torch.equal(found["cast"], source.tensors["cast"].bfloat16())
             assert pair.sender.cast_bytes == 400
-        assert pair.workers[0].gpu.calls["import_fd"] == 3
+        assert pair.workers[0].gpu.calls["import_fd"] == 1  # they lie together
 
 
 def test_a_write_during_the_load_is_found() -> None:
@@ -249,7 +302,7 @@ def test_a_write_during_the_load_is_found() -> None:
         assert pair.workers[0].gpu.calls["settle"] >= 2
 
 
-@pytest.mark.parametrize("call", ["import_fd", "reserve", "map", "allow_read"])
+@pytest.mark.parametrize("call", ["import_fd", "reserve", "map", "allow"])
 def test_a_call_that_the_workers_driver_refuses_leaves_nothing_and_the_next_version_comes(call: str) -> None:
     fds = num_fds()
     with Pair() as pair:

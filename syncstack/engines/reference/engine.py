@@ -35,6 +35,10 @@ class ReferenceLoader:
         self._state = model.state_dict(keep_vars=True)
         self._filled: set[int] = set()
 
+    def example(self) -> torch.Tensor | None:
+        """See Loader."""
+        return next(iter(self._state.values()), None)
+
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """See Loader."""
         self._filled.clear()

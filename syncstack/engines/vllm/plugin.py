@@ -23,8 +23,8 @@ from syncstack.weights.meta import ParamMeta
 
 log = logging.getLogger(__name__)
 
-TESTED_WITH = ("0.32.0",)
-"""vLLM releases that the tests of this release ran against."""
+TESTED_WITH = ("0.32.0", "0.26.0")
+"""vLLM releases that the tests of this release ran against: the first on the CPU in CI, the second on a GPU."""
 
 
 class VllmHost:
@@ -52,6 +52,7 @@ class VllmHost:
         )
         self._client = client
         self._mode: PauseMode = "wait"
+        self._pausing: asyncio.Future[None] | None = None
 
     async def call_workers(self, op: str, session: str, expect: str, deadline_s: float) -> list[dict[str, Any]]:
         """See EngineHost. vLLM runs a collective_rpc between two engine steps, on every worker.
@@ -66,12 +67,34 @@ class VllmHost:
         return replies
 
     async def pause(self, mode: PauseMode) -> None:
-        """See EngineHost."""
+        """See EngineHost.
+
+        vLLM sleeps 20 ms after its scheduler has paused, to let the last answers out. With ``wait`` the gate has seen
+        them out already: the scheduler's own word is enough, and the sleep goes on beside the load.
+        """
         self._mode = mode
-        await self._client.pause_generation(mode=mode, clear_cache=mode != "keep")
+        self._pausing = asyncio.ensure_future(self._client.pause_generation(mode=mode, clear_cache=mode != "keep"))
+        try:
+            if mode == "wait":
+                while not self._pausing.done():
+                    await asyncio.sleep(0)  # its call goes out before ours
+                    if await self._client.is_paused():
+                        return
+            await self._pausing
+        except BaseException:
+            self._pausing.cancel()
+            self._pausing = None
+            raise
+
+    async def _paused(self) -> None:
+        """Wait for a pause to have come to its end: requests whose clients went away have left the engine too."""
+        pausing, self._pausing = self._pausing, None
+        if pausing is not None and not pausing.cancelled():
+            await pausing
 
     async def publish(self, version: int) -> None:
         """See EngineHost. Only an explicit success of the cache's reset counts."""
+        await self._paused()
         # Frozen requests hold blocks that old weights filled: they are preempted and computed anew.
         done = await self._client.reset_prefix_cache(reset_running_requests=self._mode == "keep")
         if done is not True:
@@ -81,6 +104,7 @@ class VllmHost:
 
     async def resume(self) -> None:
         """See EngineHost."""
+        await self._paused()
         await self._client.resume_generation()
 
 

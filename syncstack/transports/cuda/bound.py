@@ -11,7 +11,7 @@ from uuid import UUID
 import torch
 
 from syncstack.errors import GpuError, HandleRefused, TransportError
-from syncstack.transports.cuda.driver import Kind
+from syncstack.transports.cuda.driver import Kind, bare
 
 _POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, as a bit of an allocation's allowed handle types
 
@@ -33,8 +33,8 @@ class BoundDriver:
         self._cu: Any = driver
         self._fd_type = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._call("cuInit", 0)
-        self._ordinals = {self._uuid(index): index for index in range(self._call("cuDeviceGetCount"))}
-        self._names = {index: name for name, index in self._ordinals.items()}
+        self._names = {index: self._uuid(index) for index in range(self._call("cuDeviceGetCount"))}
+        self._ordinals = {bare(name): index for index, name in self._names.items()}
         self._contexts: dict[int, Any] = {}
         self._access: dict[int, Any] = {}
 
@@ -49,15 +49,16 @@ class BoundDriver:
         return f"GPU-{UUID(bytes=bytes(raw))}"
 
     def _ordinal(self, device: str) -> int:
-        if device not in self._ordinals:
+        found = self._ordinals.get(bare(device))
+        if found is None:
             raise HandleRefused(
                 "the GPU that holds the memory is not visible here",
-                observed=", ".join(self._ordinals) or "none",
+                observed=", ".join(self._names.values()) or "none",
                 expected=device,
                 consequence="Nothing was mapped",
                 next_step="give both containers the same devices (NVIDIA_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES)",
             )
-        return self._ordinals[device]
+        return found
 
     def bind(self, device: str) -> None:
         """See Driver."""
@@ -138,9 +139,22 @@ class BoundDriver:
         """See Driver."""
         return bytes(self._call("cuIpcGetMemHandle", address).reserved)
 
-    def empty(self, nbytes: int, like: torch.Tensor | None) -> torch.Tensor:
+    def empty(self, nbytes: int, device: str) -> torch.Tensor:
         """See Driver."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=like.device if like is not None else "cuda")
+        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._ordinal(device)))
+
+    def create(self, nbytes: int, device: str) -> tuple[int, int]:
+        """See Driver."""
+        cu = self._cu
+        prop = cu.CUmemAllocationProp()
+        prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = self._ordinal(device)
+        prop.requestedHandleTypes = self._fd_type
+        least = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        step = int(self._call("cuMemGetAllocationGranularity", prop, least))
+        size = -(-nbytes // step) * step
+        return int(self._call("cuMemCreate", size, prop, 0)), size
 
     def import_fd(self, fd: int) -> int:
         """See Driver."""
@@ -154,12 +168,12 @@ class BoundDriver:
         """See Driver."""
         self._call("cuMemMap", address, nbytes, 0, handle, 0)
 
-    def allow_read(self, address: int, nbytes: int, device: str) -> None:
+    def allow(self, address: int, nbytes: int, device: str, *, write: bool = False) -> None:
         """See Driver."""
-        access = self._cu.CUmemAccessDesc()
+        access, flags = self._cu.CUmemAccessDesc(), self._cu.CUmemAccess_flags
         access.location.type = self._cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self._ordinal(device)
-        access.flags = self._cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if write else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
         self._call("cuMemSetAccess", address, nbytes, [access], 1)
 
     def unmap(self, address: int, nbytes: int) -> None:

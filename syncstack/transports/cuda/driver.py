@@ -74,11 +74,16 @@ class Driver(Protocol):
         """The legacy handle (``IPC_BYTES``) of the allocation that begins at an address."""
         ...
 
-    def empty(self, nbytes: int, like: torch.Tensor | None) -> torch.Tensor:
-        """A new uint8 tensor [nbytes] of torch's own allocator, on the device of ``like``, else on the current one."""
+    def empty(self, nbytes: int, device: str) -> torch.Tensor:
+        """A new uint8 tensor [nbytes] on a device, of torch's own allocator."""
         ...
 
-    # -- the process that borrows it ---------------------------------------------------------------------------------
+    def create(self, nbytes: int, device: str) -> tuple[int, int]:
+        """New physical memory of kind ``fd``, in one piece and mapped nowhere: its handle, which is held, and its size,
+        ``nbytes`` or more."""
+        ...
+
+    # -- the process that borrows it, or maps what it has created ----------------------------------------------------
 
     def import_fd(self, fd: int) -> int:
         """The handle of the memory behind a descriptor, which stays the caller's."""
@@ -92,8 +97,8 @@ class Driver(Protocol):
         """Put all of a handle's memory into a reserved range."""
         ...
 
-    def allow_read(self, address: int, nbytes: int, device: str) -> None:
-        """Let a device read a mapped range. It may not write it."""
+    def allow(self, address: int, nbytes: int, device: str, *, write: bool = False) -> None:
+        """Let a device read a mapped range, and write it only if ``write`` says so."""
         ...
 
     def unmap(self, address: int, nbytes: int) -> None:
@@ -121,6 +126,11 @@ class Driver(Protocol):
 Digester = Callable[[Sequence[torch.Tensor]], Callable[[], list[str]]]
 """Starts on the digests (see ``weights.digest``) of contiguous tensors of one device; what it returns blocks until they
 are known, and gives them in order."""
+
+
+def bare(device: str) -> str:
+    """A device's UUID without its prefix: the bindings give a MIG instance's as they give a GPU's."""
+    return device.partition("-")[2]
 
 
 def load_driver() -> Driver:

@@ -14,7 +14,7 @@ _ELSEWHERE = {"CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_DEVICE", "CUDA_E
 """What opening a legacy handle of a process in another PID namespace answers (201, 101, 205)."""
 
 
-class _Ended:
+class Ended:
     """What ends a mapping, once: nothing on the device may read it any more, and then what made it is undone."""
 
     def __init__(self, driver: Driver, device: str) -> None:
@@ -68,7 +68,7 @@ class PendingSegment:
         """Map all chunks one after the other. Raises GpuError and has mapped nothing then."""
         driver, segment = self._driver, self.segment
         assert len(self._handles) == len(segment.chunks)
-        ended = _Ended(driver, segment.device)
+        ended = Ended(driver, segment.device)
         try:
             base = at = driver.reserve(segment.nbytes)
             ended.undo.callback(driver.free, base, segment.nbytes)
@@ -76,7 +76,7 @@ class PendingSegment:
                 driver.map(at, size, handle)
                 ended.undo.callback(driver.unmap, at, size)
                 at += size
-            driver.allow_read(base, segment.nbytes, segment.device)
+            driver.allow(base, segment.nbytes, segment.device)
             data = driver.view(base, segment.nbytes, segment.device, ended)
         except BaseException:
             ended.undo.close()
@@ -104,7 +104,7 @@ def open_ipc(driver: Driver, segment: Segment) -> Mapping:
             next_step="share the PID namespace (Kubernetes: shareProcessNamespace), or set expandable_segments:True in "
             "the trainer's PYTORCH_CUDA_ALLOC_CONF",
         ) from None
-    ended = _Ended(driver, segment.device)
+    ended = Ended(driver, segment.device)
     ended.undo.callback(driver.close_ipc, base)
     try:
         found = driver.span(base)

@@ -1,8 +1,9 @@
 """The trainer's half of ``cuda_fd`` and ``cuda_ipc``: show every worker where the weights lie, and tell their digests.
 
 Not a byte is copied: the workers map the trainer's own parameters and read them in place. What has been shown is shown
-once; a refit that finds everything where it was is one offer, one digest on each side and one answer. A value that has
-no memory of its own on the GPU in the dtype that travels (cast, strided, on the host) is put into a buffer beside it.
+once; a refit that finds everything where it was is one offer, one digest on each side and one answer. A value whose
+memory cannot be handed over that way (plain cudaMalloc memory for ``cuda_fd``), or that does not lie on the GPU in the
+dtype that travels (cast, strided, on the host), is copied once into memory that can: see ``arena``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from msgspec.structs import replace
 
+from syncstack.errors import HandleRefused
+from syncstack.threads import uncollected
 from syncstack.transports.answers import collect_answers
+from syncstack.transports.cuda.arena import Arena
 from syncstack.transports.cuda.digests import make_digester
 from syncstack.transports.cuda.driver import Digester, Driver, Kind, load_driver
 from syncstack.transports.cuda.handover import Given, handle_for
@@ -28,10 +32,11 @@ from syncstack.weights.source import WeightSource
 from syncstack.wire.link import Link
 from syncstack.wire.messages import BucketReady, Offer, Staged, StageEnd, Table
 
-BY_FD: frozenset[Kind] = frozenset({"fd", "ipc"})
-"""What ``cuda_fd`` hands out: descriptors, and a legacy handle for what has none."""
+BY_FD: frozenset[Kind] = frozenset({"fd"})
+"""What ``cuda_fd`` hands out: descriptors, which every namespace takes."""
 
 BY_IPC: frozenset[Kind] = frozenset({"ipc"})
+"""What ``cuda_ipc`` hands out: legacy handles."""
 
 Known = WeakKeyDictionary[Link, Table]
 """What each worker was told last."""
@@ -50,12 +55,14 @@ class CudaSender:
     def __init__(
         self,
         kinds: frozenset[Kind],
+        home: str,
         *,
         driver: Callable[[], Driver] = load_driver,
         digester: Callable[[torch.device], Digester] = make_digester,
     ) -> None:
-        """Raises TransportError where there is no driver."""
+        """``home`` is the device for values that lie on the host. Raises TransportError where there is no driver."""
         self._kinds = kinds
+        self._home = home
         self._driver = driver()
         self._make_digester = digester
         self._digester: Digester | None = None
@@ -63,8 +70,9 @@ class CudaSender:
         self._table = OwnTable(self._driver, kinds)
         self._known: Known = WeakKeyDictionary()
         self._values: list[torch.Tensor] = []
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._copied = False
+        self._arena = Arena(self._driver, kinds)
+        self._lying: dict[int, bool] = {}
+        self._copied = set[str]()
 
     @property
     def cast_bytes(self) -> int:
@@ -96,10 +104,11 @@ class CudaSender:
 
         table, known, values = self._table, self._known, list[torch.Tensor]()
 
+        @uncollected()
         def send() -> None:
-            self._copied = False
+            self._copied.clear()
             for slot, value in self._reader.values(source, wanted, manifest, stop):
-                values.append(self._placed(slot, value))
+                values.append(self._placed(slot, value, total=manifest.total_bytes))
             pending = self._digests(values)  # while everything else is looked at
             offer = self._offer(table, values, manifest, session, version)
             _show(offer, table, known, given, ways, wait_s)
@@ -119,20 +128,32 @@ class CudaSender:
         self._values = values
         return manifest, staged
 
-    def _placed(self, slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:
-        """The value itself where it can be read as it lies, else a copy in memory that can."""
+    def _placed(self, slot: TensorSlot, value: torch.Tensor, *, total: int) -> torch.Tensor:
+        """The value itself where it can be shown as it lies, else a copy in memory that can."""
         check_shape(slot, value)
         if not slot.nbytes:
             return value.detach()
         dtype = getattr(torch, slot.dtype)
-        if value.dtype == dtype and value.is_contiguous() and self._driver.holds(value):
+        held = self._driver.holds(value)
+        if held and value.dtype == dtype and value.is_contiguous() and self._can_be_shown(value):
             return value.detach()
-        buffer = self._buffers.get(slot.name)
-        if buffer is None or buffer.nbytes != slot.nbytes:
-            buffer = self._buffers[slot.name] = self._driver.empty(slot.nbytes, value)
-        self._copied = True
+        device = self._driver.device_of(value) if held else self._home
+        self._copied.add(device)
+        place = self._arena.place(slot.name, slot.nbytes, device, total=total)
         with torch.no_grad():
-            return buffer.view(dtype).view(slot.shape).copy_(value)
+            return place.view(dtype).view(slot.shape).copy_(value)
+
+    def _can_be_shown(self, value: torch.Tensor) -> bool:
+        """Whether its memory is of a kind that is handed out. Known by address: what lies there is looked at before it
+        is shown, so an old answer is found out."""
+        address = value.data_ptr()
+        if address not in self._lying:
+            self._driver.bind(self._driver.device_of(value))
+            try:
+                self._lying[address] = self._driver.kind(address) in self._kinds
+            except HandleRefused:
+                self._lying[address] = False
+        return self._lying[address]
 
     def _offer(
         self, table: OwnTable, values: Sequence[torch.Tensor], manifest: Manifest, session: str, version: int
@@ -140,10 +161,9 @@ class CudaSender:
         """Find out where the values lie now, and say so in ``table``; how it is handed over is left open."""
         lying = [value for value in values if value.nbytes]
         if lying:
-            device = self._driver.device_of(lying[0])
-            self._driver.bind(device)
-            if self._copied:
-                self._driver.settle(device)  # a worker reads as soon as it is offered something
+            self._driver.bind(self._driver.device_of(lying[0]))
+        for device in self._copied:
+            self._driver.settle(device)  # a worker reads as soon as it is offered something
         table.update(values)
         return Offer(
             session=session,
@@ -180,7 +200,9 @@ class CudaSender:
     def _forget(self) -> None:
         self._table = OwnTable(self._driver, self._kinds)
         self._known = WeakKeyDictionary()
-        self._values, self._buffers = [], {}
+        self._values = []
+        self._lying.clear()
+        self._arena.clear()
 
     def close(self) -> None:
         """Let all memory go."""
