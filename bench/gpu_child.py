@@ -1,14 +1,11 @@
 """One side of ``bench.gpu_fd`` in a process of its own: commands as JSON lines on stdin, answers on stdout.
 
-``python -m bench.gpu_child ROLE SOCKET PROFILE``. The profile is applied before torch is imported; "" is none.
+``python -m bench.gpu_child ROLE SOCKET PROFILE TRANSPORT``. The profile is applied before torch is imported; "": none.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import os
-import resource
 import secrets
 import sys
 import time
@@ -17,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-Answer = dict[str, Any]
+from bench.serve import Answer, confine, serve
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
@@ -61,17 +58,17 @@ def usage() -> Answer:
 class Trainer:
     """Weights of a model's shapes, and a sender."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, transport: str) -> None:
         import torch
 
-        from syncstack.transports.cuda.sender import BY_FD, CudaSender
+        from syncstack.transports.senders import make_sender
         from syncstack.wire import unix
         from syncstack.wire.link import Link, greet
 
         self.path = Path(path)
         self.link = Link(unix.connect(self.path, deadline=time.monotonic() + 60))
         greet(self.link, role="trainer", rank=0, deadline=time.monotonic() + 60)
-        self.sender = CudaSender(BY_FD)
+        self.sender = make_sender(transport, bucket_bytes=8 << 20)
         self.module = torch.nn.Module()
 
     def make(self, shapes: list[list[int]], fill: bool = True) -> Answer:
@@ -213,25 +210,10 @@ def hash_of(digests: list[str]) -> str:
 
 def main() -> None:
     """Serve commands until stdin ends."""
-    role, path, profile = sys.argv[1:]
-    if profile:
-        from syncstack.seccomp.apply import apply
-        from syncstack.seccomp.load import load
-
-        apply(load(profile))
-    side: Any = Trainer(path) if role == "trainer" else Worker(path)
-    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    print(json.dumps({"uid": os.getuid(), "pid": os.getpid(), "seccomp": status["Seccomp"], "caps": status["CapEff"],
-                      "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}), flush=True)  # fmt: skip
-    commands = {"usage": usage}
-    for line in sys.stdin:
-        asked = json.loads(line)
-        call = commands.get(asked["do"]) or getattr(side, asked["do"])
-        try:
-            answer = partial(call, **asked.get("with", {}))()
-        except Exception as error:  # noqa: BLE001 - whoever asked wants to know
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+    role, path, profile, transport = sys.argv[1:]
+    confine(profile)
+    side: Any = Trainer(path, transport) if role == "trainer" else Worker(path)
+    serve(side, {"usage": usage})
 
 
 if __name__ == "__main__":

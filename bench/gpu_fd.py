@@ -8,90 +8,42 @@ To be run as root (it makes the namespaces and gives up its rights in the childr
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from bench.child import NOBODY, Child
 from bench.qwen import machine, shapes
-
-NOBODY = 65534
-POWERLESS = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--bounding-set=-all", "--inh-caps=-all")
-APART = ("unshare", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")
-ROOT = Path(__file__).parents[1]
-
-
-class Child:
-    """A process that answers commands."""
-
-    def __init__(self, role: str, path: Path, *, profile: str, apart: bool, expandable: bool) -> None:
-        environ = {
-            **os.environ,
-            "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}",
-            "HOME": str(path.parent),
-        }
-        environ |= {"PYTORCH_ALLOC_CONF": environ["PYTORCH_CUDA_ALLOC_CONF"]}
-        environ |= {"TRITON_CACHE_DIR": str(path.parent / f"triton-{role}"), "PYTHONDONTWRITEBYTECODE": "1"}
-        python = [sys.executable, "-m", "bench.gpu_child", role, str(path), profile]
-        self.process = subprocess.Popen(
-            [*(APART if apart else ()), *POWERLESS, *python],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT, start_new_session=True,
-        )  # fmt: skip
-        self.hello = self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a child ended with {self.process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def ask(self, do: str, **parts: Any) -> dict[str, Any]:
-        """The answer to one command; RuntimeError where it says an error."""
-        found = self.try_to(do, **parts)
-        if "error" in found:
-            raise RuntimeError(f"{do}: {found['error']}")
-        return found
-
-    def try_to(self, do: str, **parts: Any) -> dict[str, Any]:
-        """The answer, whatever it is."""
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps({"do": do, "with": parts}) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def kill(self) -> None:
-        """At once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what unshare started, too
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe:
-                pipe.close()
 
 
 class Pair:
     """A trainer and a worker."""
 
-    def __init__(self, *, profile: str = "restrictive", apart: bool = True, expandable: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        transport: str = "cuda_fd",
+        profile: str = "restrictive",
+        apart: bool = True,
+        expandable: bool = True,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         os.chown(folder, NOBODY, NOBODY)
         self._path = folder / "worker-0.sock"
-        self._options = {"profile": profile, "apart": apart}
+        self._profile = profile
+        self._transport = transport
+        self._apart = apart
         self.worker = self._started("worker", expandable=False)
         self.trainer = self._started("trainer", expandable=expandable)
 
     def _started(self, role: str, *, expandable: bool) -> Child:
-        return Child(role, self._path, expandable=expandable, **self._options)  # type: ignore[arg-type]
+        arguments = ["-m", "bench.gpu_child", role, str(self._path), self._profile, self._transport]
+        return Child(arguments, self._path.parent / f"home-{role}", apart=self._apart, expandable=expandable)
 
     def renew_worker(self) -> None:
         """Another worker in the place of one that ended."""
@@ -155,10 +107,15 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="what is measured, for the record")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         "cuda_fd: expandable segments, restrictive, other PID and IPC namespace": {},
         "cuda_fd: the same namespaces": {"apart": False},
-        "cuda_ipc: plain cudaMalloc, restrictive, one PID namespace": {"apart": False, "expandable": False},
+        "cuda_fd: plain cudaMalloc, restrictive, other PID and IPC namespace": {"expandable": False},
+        "cuda_ipc: plain cudaMalloc, restrictive, one PID namespace": {
+            "transport": "cuda_ipc",
+            "apart": False,
+            "expandable": False,
+        },
     }
     result: dict[str, Any] = {"commit": arguments.commit, "machine": machine(), "ways": {}}
     for name, options in ways.items():

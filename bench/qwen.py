@@ -12,13 +12,34 @@ HIDDEN, MLP, LAYERS, VOCAB, KV = 2048, 11008, 36, 151936, 256
 """Qwen2.5-3B; its head is tied to its embedding."""
 
 
+_LAYER = {
+    "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+    "self_attn.q_proj.bias": (HIDDEN,),
+    "self_attn.k_proj.weight": (KV, HIDDEN),
+    "self_attn.k_proj.bias": (KV,),
+    "self_attn.v_proj.weight": (KV, HIDDEN),
+    "self_attn.v_proj.bias": (KV,),
+    "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+    "mlp.gate_proj.weight": (MLP, HIDDEN),
+    "mlp.up_proj.weight": (MLP, HIDDEN),
+    "mlp.down_proj.weight": (HIDDEN, MLP),
+    "input_layernorm.weight": (HIDDEN,),
+    "post_attention_layernorm.weight": (HIDDEN,),
+}
+
+
+def named_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor of the model, in order, by its name in a checkpoint."""
+    yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
+    for layer in range(LAYERS):
+        for name, shape in _LAYER.items():
+            yield f"model.layers.{layer}.{name}", shape
+    yield "model.norm.weight", (HIDDEN,)
+
+
 def shapes() -> Iterator[tuple[int, ...]]:
-    """Every tensor of the model, in order."""
-    yield VOCAB, HIDDEN
-    for _ in range(LAYERS):
-        yield from ((HIDDEN, HIDDEN), (HIDDEN,), (KV, HIDDEN), (KV,), (KV, HIDDEN), (KV,), (HIDDEN, HIDDEN))
-        yield from ((MLP, HIDDEN), (MLP, HIDDEN), (HIDDEN, MLP), (HIDDEN,), (HIDDEN,))
-    yield (HIDDEN,)
+    """Their shapes alone."""
+    return (shape for _, shape in named_shapes())
 
 
 def machine() -> dict[str, str]:

@@ -39,16 +39,34 @@ def test_every_bit_arrives_and_what_moves_is_followed() -> None:
 
 
 def test_plain_memory_goes_by_its_legacy_handle_in_one_pid_namespace_and_is_refused_in_two() -> None:
-    with Pair(apart=False, expandable=False) as pair:
+    with Pair(transport="cuda_ipc", apart=False, expandable=False) as pair:
         assert not pair.trainer.ask("make", shapes=SHAPES)["expandable"]
         for step in range(3):
             pair.trainer.ask("change", number=-1, step=step)
             pair.right()
-    with Pair(expandable=False) as pair:
+    with Pair(transport="cuda_ipc", expandable=False) as pair:
         pair.trainer.ask("make", shapes=SHAPES)
         refused = pair.trainer.try_to("stage")["error"]
         assert refused.startswith("HandleRefused: ")
         assert "another PID namespace" in refused
+
+
+def test_plain_memory_goes_by_descriptors_of_a_copy_into_another_pid_namespace() -> None:
+    with Pair(expandable=False) as pair:
+        assert not pair.trainer.ask("make", shapes=SHAPES)["expandable"]
+        for step in range(3):
+            pair.trainer.ask("change", number=-1, step=step)
+            pair.right()
+            pair.trainer.ask("move", number=step)
+            pair.right()
+        before = pair.trainer.ask("usage")
+        for _ in range(50):
+            pair.trainer.ask("change", number=-1, step=1)
+            pair.refit()
+        pair.right()
+        after = pair.trainer.ask("usage")
+        assert after["fds"] <= before["fds"] + 1
+        assert after["gpu_free"] >= before["gpu_free"] - (8 << 20)
 
 
 def test_a_worker_that_writes_ends_itself_and_harms_nobody() -> None:
