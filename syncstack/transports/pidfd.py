@@ -38,7 +38,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 def myself() -> Process:
     """This process, as its peers may look for it. Raises TransportError where they could not take anything from it."""
-    own = _own_numbers()
+    own = numbers()
     dumpable = ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0)
     if dumpable != 1:
         raise TransportError(
@@ -51,7 +51,8 @@ def myself() -> Process:
     return own
 
 
-def _own_numbers() -> Process:
+def numbers() -> Process:
+    """This process, as others may recognise it. Raises HandleRefused where it cannot know how it is numbered."""
     try:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
         shown = str(Path("/proc/self").readlink())
@@ -77,7 +78,7 @@ def take(process: Process, fd: int) -> int:
 
     Raises HandleRefused and holds nothing then.
     """
-    own = _own_numbers()
+    own = numbers()
     if process.pid_ns != own.pid_ns:
         raise _unproven(
             "trainer and engine are in different PID namespaces, where process numbers mean different processes",

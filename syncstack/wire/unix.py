@@ -76,10 +76,10 @@ def _not_shared(folder: Path, observed: str) -> UsageError:
     )
 
 
-def listen(path: Path, *, backlog: int = 16) -> socket.socket:
+def listen(path: Path, *, backlog: int = 16, kind: int = socket.SOCK_STREAM) -> socket.socket:
     """A listening socket at ``path``, mode 0600. A left-over of a dead process is replaced; a live one is an error."""
     _check_path(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
     try:
         remove_stale(path)
         # The folder is 0700, so nobody gets in between bind and chmod.
@@ -115,12 +115,12 @@ def remove_stale(path: Path) -> None:
     )
 
 
-def connect(path: Path, *, deadline: float) -> socket.socket:
+def connect(path: Path, *, deadline: float, kind: int = socket.SOCK_STREAM) -> socket.socket:
     """Connect to ``path``, trying again until ``deadline`` while nobody listens yet. Raises EngineUnreachable, or
     UsageError at once where trying again cannot help (no permission, not a socket folder)."""
     _check_path(path)
     while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
         try:
             sock.settimeout(max(0.05, deadline - time.monotonic()))  # a full backlog blocks
             sock.connect(os.fspath(path))

@@ -11,7 +11,8 @@ import torch
 
 from syncstack.errors import GpuError, TransportError
 from syncstack.transports.cuda.driver import Driver, Kind
-from syncstack.transports.cuda.mapping import Ended
+from syncstack.transports.cuda.mapping import map_chunks
+from syncstack.wire.messages import Segment
 
 BLOCK_BYTES = 128 << 20
 """One piece. Larger tensors have one to themselves; 61 GB are 460 pieces."""
@@ -62,19 +63,15 @@ class Arena:
     def _mapped(self, nbytes: int, device: str) -> torch.Tensor:
         driver = self._driver
         handle, size = driver.create(nbytes, device)
-        ended = Ended(driver, device)
         try:
-            base = driver.reserve(size)
-            ended.undo.callback(driver.free, base, size)
-            driver.map(base, size, handle)
-            ended.undo.callback(driver.unmap, base, size)
-            driver.allow(base, size, device, write=True)
+            base, ended = map_chunks(driver, Segment(id=0, device=device, chunks=(size,)), [handle], write=True)
+        finally:
+            driver.release(handle)  # what is mapped holds it from here on
+        try:
             return driver.view(base, size, device, ended)
         except BaseException:
             ended.undo.close()
             raise
-        finally:
-            driver.release(handle)  # what is mapped holds it from here on
 
     def clear(self) -> None:
         """Forget all places; the memory goes with the last tensor of it."""

@@ -1,7 +1,8 @@
-"""A worker's mapping of one segment of a sender's GPU memory: read-only, and gone when nobody needs it."""
+"""A mapping of one segment of another process's GPU memory: gone when nobody needs it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -47,6 +48,25 @@ class Mapping:
         self._data = None
 
 
+def map_chunks(driver: Driver, segment: Segment, handles: Sequence[int], *, write: bool = False) -> tuple[int, Ended]:
+    """Map a segment's chunks one after the other, each by its handle, which stays the caller's. Returns the address and
+    what ends the mapping. Raises GpuError and has mapped nothing then."""
+    assert len(handles) == len(segment.chunks)
+    ended = Ended(driver, segment.device)
+    try:
+        base = at = driver.reserve(segment.nbytes)
+        ended.undo.callback(driver.free, base, segment.nbytes)
+        for handle, size in zip(handles, segment.chunks, strict=True):
+            driver.map(at, size, handle)
+            ended.undo.callback(driver.unmap, at, size)
+            at += size
+        driver.allow(base, segment.nbytes, segment.device, write=write)
+    except BaseException:
+        ended.undo.close()
+        raise
+    return base, ended
+
+
 class PendingSegment:
     """A segment whose descriptors are still coming. It holds their handles until it is mapped, or given up."""
 
@@ -67,16 +87,8 @@ class PendingSegment:
     def map(self) -> Mapping:
         """Map all chunks one after the other. Raises GpuError and has mapped nothing then."""
         driver, segment = self._driver, self.segment
-        assert len(self._handles) == len(segment.chunks)
-        ended = Ended(driver, segment.device)
+        base, ended = map_chunks(driver, segment, self._handles)
         try:
-            base = at = driver.reserve(segment.nbytes)
-            ended.undo.callback(driver.free, base, segment.nbytes)
-            for handle, size in zip(self._handles, segment.chunks, strict=True):
-                driver.map(at, size, handle)
-                ended.undo.callback(driver.unmap, at, size)
-                at += size
-            driver.allow(base, segment.nbytes, segment.device)
             data = driver.view(base, segment.nbytes, segment.device, ended)
         except BaseException:
             ended.undo.close()
