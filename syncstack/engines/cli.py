@@ -50,6 +50,24 @@ def vllm(
     launch(model=model, host=host, port=port, dtype=dtype, extra=context.args, settings=settings)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def sglang(
+    context: typer.Context,
+    model: Model,
+    name: Name = "engine-0",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    dtype: Dtype = "bfloat16",
+    socket_dir: SocketDir = None,
+    listen: Listen = None,
+) -> None:
+    """Real SGLang. Arguments after `--` go to SGLang's server as they are."""
+    from syncstack.engines.sglang.launch import launch
+
+    settings = Settings.load(socket_dir=socket_dir, engine_name=name, listen=listen)
+    launch(model=model, host=host, port=port, dtype=dtype, extra=context.args, settings=settings)
+
+
 @app.command()
 def reference(
     model: Model,
