@@ -17,7 +17,6 @@ from syncstack.engines.worker import EngineWorker
 from syncstack.errors import LoadFailed, SyncstackError
 from syncstack.refit.messages import ErrorReply
 from syncstack.settings import Settings
-from syncstack.threads import uncollected
 
 CHANNEL = "syncstack"
 """The load format by which our calls are known."""
@@ -57,7 +56,7 @@ class SglangLoader:
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """See Loader."""
-        with torch.no_grad(), uncollected():
+        with torch.no_grad():
             self._get_model().load_weights(tensors)
 
     def verify(self) -> list[str]:

@@ -19,7 +19,6 @@ import torch
 from syncstack.engines.vllm.direct import computes_as_loaded
 from syncstack.engines.worker import EngineWorker
 from syncstack.settings import Settings
-from syncstack.threads import uncollected
 
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Relative error that a kernel may show against torch's own product of the same weights, by dtype."""
@@ -55,7 +54,7 @@ class VllmLoader:
         wanted = {name for name, _ in model.named_parameters()}
         self._direct = computes_as_loaded(model)
         if self._direct:
-            with torch.no_grad(), uncollected():
+            with torch.no_grad():
                 loaded = model.load_weights(tensors)
         else:
             loaded = self._reload(model, tensors)

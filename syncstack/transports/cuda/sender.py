@@ -18,7 +18,6 @@ import torch
 from msgspec.structs import replace
 
 from syncstack.errors import HandleRefused
-from syncstack.threads import uncollected
 from syncstack.transports.answers import collect_answers
 from syncstack.transports.cuda.arena import Arena
 from syncstack.transports.cuda.digests import make_digester
@@ -104,7 +103,6 @@ class CudaSender:
 
         table, known, values = self._table, self._known, list[torch.Tensor]()
 
-        @uncollected()
         def send() -> None:
             self._copied.clear()
             for slot, value in self._reader.values(source, wanted, manifest, stop):
