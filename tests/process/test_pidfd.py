@@ -255,7 +255,7 @@ def test_a08_a_number_that_changes_hands_while_it_is_opened_is_noticed(
     offer, _ = hold()
     ticks = iter([offer.handle.start_ticks, offer.handle.start_ticks + 1])
     own = pidfd.myself()
-    monkeypatch.setattr(pidfd, "_own_numbers", lambda: own)
+    monkeypatch.setattr(pidfd, "numbers", lambda: own)
     monkeypatch.setattr(pidfd, "_start_ticks", lambda _: next(ticks))
     refused(offer, "is not the sender")
 
