@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -32,40 +33,30 @@ Listen = Annotated[
 ]
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def vllm(
-    context: typer.Context,
-    model: Model,
-    name: Name = "engine-0",
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    dtype: Dtype = "bfloat16",
-    socket_dir: SocketDir = None,
-    listen: Listen = None,
-) -> None:
-    """Real vLLM. Arguments after `--` go to `vllm serve` as they are."""
-    from syncstack.engines.vllm.launch import launch
+def _server(kind: str, title: str, server: str) -> None:
+    """Add the command that becomes an engine's own server."""
 
-    settings = Settings.load(socket_dir=socket_dir, engine_name=name, listen=listen)
-    launch(model=model, host=host, port=port, dtype=dtype, extra=context.args, settings=settings)
+    def start(
+        context: typer.Context,
+        model: Model,
+        name: Name = "engine-0",
+        host: Host = "127.0.0.1",
+        port: Port = 8000,
+        dtype: Dtype = "bfloat16",
+        socket_dir: SocketDir = None,
+        listen: Listen = None,
+    ) -> None:
+        launch = import_module(f"syncstack.engines.{kind}.launch").launch
+        settings = Settings.load(socket_dir=socket_dir, engine_name=name, listen=listen)
+        launch(model=model, host=host, port=port, dtype=dtype, extra=context.args, settings=settings)
+
+    extra = {"allow_extra_args": True, "ignore_unknown_options": True}
+    about = f"Real {title}. Arguments after `--` go to {server} as they are."
+    app.command(kind, help=about, context_settings=extra)(start)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def sglang(
-    context: typer.Context,
-    model: Model,
-    name: Name = "engine-0",
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    dtype: Dtype = "bfloat16",
-    socket_dir: SocketDir = None,
-    listen: Listen = None,
-) -> None:
-    """Real SGLang. Arguments after `--` go to SGLang's server as they are."""
-    from syncstack.engines.sglang.launch import launch
-
-    settings = Settings.load(socket_dir=socket_dir, engine_name=name, listen=listen)
-    launch(model=model, host=host, port=port, dtype=dtype, extra=context.args, settings=settings)
+_server("vllm", "vLLM", "`vllm serve`")
+_server("sglang", "SGLang", "SGLang's server")
 
 
 @app.command()

@@ -63,16 +63,19 @@ class ModuleSource:
 
     @staticmethod
     def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        at: dict[int, list[str]] = {}
+        first: dict[tuple[object, ...], str] = {}
         tied = {}
         for name, tensor in tensors.items():
-            others = at.setdefault(tensor.data_ptr(), [])  # most have nobody there, and are not looked at twice
-            same = next((other for other in others if _same(tensor, tensors[other])), None)
-            if same is None:
-                others.append(name)
-            else:
-                tied[name] = same
+            target = first.setdefault(ModuleSource._identity(tensor), name)
+            if target != name:
+                tied[name] = target
         return tied
+
+    @staticmethod
+    def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+        # An empty tensor has no address to be identified by: each is its own.
+        address = tensor.data_ptr() if tensor.numel() else id(tensor)
+        return (tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def metadata(self) -> Sequence[ParamMeta]:
         """See WeightSource."""
@@ -99,13 +102,3 @@ class ModuleSource:
         for name, tensor in tensors.items():
             if name not in tied:
                 yield name, tensor
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors at one address are one. An empty one has no address to be known by: each is its own."""
-    return bool(one.numel()) and (one.device, one.dtype, one.shape, one.stride()) == (
-        other.device,
-        other.dtype,
-        other.shape,
-        other.stride(),
-    )

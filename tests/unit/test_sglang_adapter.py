@@ -13,8 +13,9 @@ import msgspec
 import pytest
 import torch
 
+from syncstack.engines.launch import environment
 from syncstack.engines.sglang.host import SglangHost
-from syncstack.engines.sglang.launch import command, environment
+from syncstack.engines.sglang.launch import command
 from syncstack.engines.sglang.serve import ONLY, Front, check
 from syncstack.engines.sglang.worker import CHANNEL, Hook, SglangLoader
 from syncstack.errors import LoadFailed, UsageError

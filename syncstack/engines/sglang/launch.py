@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from syncstack.engines.host import check_port
-from syncstack.engines.listen import claim
+from syncstack.engines.launch import become_server, environment
 from syncstack.settings import Settings
 from syncstack.weights.checkpoint import read_metas
-
-
-def environment(base: Mapping[str, str], *, name: str, socket_dir: Path) -> dict[str, str]:
-    """The environment of the server: ``base`` plus what our parts of it read."""
-    return {**base, "SYNCSTACK_ENGINE_NAME": name, "SYNCSTACK_SOCKET_DIR": str(socket_dir)}
 
 
 def command(*, model: Path, host: str, port: int, dtype: str, extra: Sequence[str]) -> list[str]:
@@ -25,14 +19,8 @@ def command(*, model: Path, host: str, port: int, dtype: str, extra: Sequence[st
 
 
 def launch(*, model: Path, host: str, port: int, dtype: str, extra: Sequence[str], settings: Settings) -> None:
-    """Check everything that can be checked, then become SGLang's server: one process less, and signals reach it."""
+    """Check everything that can be checked, then become SGLang's server."""
     read_metas(model)
     env = environment(os.environ, name=settings.engine_name, socket_dir=settings.socket_dir)
-    env["SYNCSTACK_LISTEN"] = settings.listen
-    listen_fd = claim(settings).listen_fd
-    check_port(host, port)
-    if listen_fd is not None:
-        os.set_inheritable(listen_fd, True)
-        env["SYNCSTACK_LISTEN_FD"] = str(listen_fd)
     argv = command(model=model, host=host, port=port, dtype=dtype, extra=extra)
-    os.execve(argv[0], argv, env)  # noqa: S606 - argv is ours, and there is no shell
+    become_server(argv, env, host=host, port=port, settings=settings)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from syncstack.engines.layers import first_parameter, kind_of
 from syncstack.engines.worker import EngineWorker
 from syncstack.errors import LoadFailed, SyncstackError
 from syncstack.refit.messages import ErrorReply
@@ -39,7 +40,7 @@ class SglangLoader:
         """Raises LoadFailed for a model with layers that would have to be processed after a load."""
         self._get_model = get_model
         others = {
-            f"{type(method).__module__}.{type(method).__qualname__}"
+            kind_of(method)
             for module in get_model().modules()
             if (method := getattr(module, "quant_method", None)) is not None
         } - AS_LOADED
@@ -52,7 +53,7 @@ class SglangLoader:
 
     def example(self) -> torch.Tensor | None:
         """See Loader."""
-        return next((parameter for parameter in self._get_model().parameters() if parameter.numel()), None)
+        return first_parameter(self._get_model())
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """See Loader."""

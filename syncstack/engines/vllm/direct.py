@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from syncstack.engines.layers import kind_of
+
 AS_LOADED = frozenset(
     {
         "vllm.model_executor.layers.linear.UnquantizedLinearMethod",
@@ -39,15 +41,11 @@ def computes_as_loaded(model: torch.nn.Module) -> bool:
 
 def _as_loaded(module: Any) -> bool:
     method = getattr(module, "quant_method", None)
-    if method is not None and _name(type(method)) not in AS_LOADED:
+    if method is not None and kind_of(method) not in AS_LOADED:
         return False
     if not hasattr(module, "process_weights_after_loading"):
         return True
-    if _name(type(module)) != ATTENTION or getattr(module, "quant_config", None) is not None:
+    if kind_of(module) != ATTENTION or getattr(module, "quant_config", None) is not None:
         return False
     processing = getattr(type(module.impl), "process_weights_after_loading", None)
     return processing is not None and processing.__qualname__ == NOTHING
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

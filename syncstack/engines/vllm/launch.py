@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from syncstack.engines.host import check_port
-from syncstack.engines.listen import claim
+from syncstack.engines.launch import become_server
+from syncstack.engines.launch import environment as launch_environment
 from syncstack.errors import UsageError
 from syncstack.settings import Settings
 from syncstack.weights.checkpoint import read_metas
@@ -30,12 +30,8 @@ def environment(base: Mapping[str, str], *, name: str, socket_dir: Path) -> dict
         )
     # Unset means all but endpoint plugins, and naming ours would turn those off.
     plugins = base["VLLM_PLUGINS"].split(",") if "VLLM_PLUGINS" in base else installed_plugins()
-    return {
-        **base,
-        "VLLM_PLUGINS": ",".join([*(plugin for plugin in plugins if plugin), "syncstack"]),
-        "SYNCSTACK_ENGINE_NAME": name,
-        "SYNCSTACK_SOCKET_DIR": str(socket_dir),
-    }
+    switched_on = {"VLLM_PLUGINS": ",".join([*(plugin for plugin in plugins if plugin), "syncstack"])}
+    return launch_environment({**base, **switched_on}, name=name, socket_dir=socket_dir)
 
 
 def installed_plugins() -> list[str]:
@@ -65,14 +61,8 @@ def command(*, model: Path, host: str, port: int, dtype: str, extra: Sequence[st
 
 
 def launch(*, model: Path, host: str, port: int, dtype: str, extra: Sequence[str], settings: Settings) -> None:
-    """Check everything that can be checked, then become vLLM's server: one process less, and signals reach it."""
+    """Check everything that can be checked, then become vLLM's server."""
     read_metas(model)
     env = environment(os.environ, name=settings.engine_name, socket_dir=settings.socket_dir)
-    env["SYNCSTACK_LISTEN"] = settings.listen
-    listen_fd = claim(settings).listen_fd
-    check_port(host, port)
-    if listen_fd is not None:
-        os.set_inheritable(listen_fd, True)
-        env["SYNCSTACK_LISTEN_FD"] = str(listen_fd)
     argv = command(model=model, host=host, port=port, dtype=dtype, extra=extra)
-    os.execve(argv[0], argv, env)  # noqa: S606 - argv is ours, and there is no shell
+    become_server(argv, env, host=host, port=port, settings=settings)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from syncstack.engines.layers import first_parameter
 from syncstack.engines.vllm.direct import computes_as_loaded
 from syncstack.engines.worker import EngineWorker
 from syncstack.settings import Settings
@@ -46,7 +47,7 @@ class VllmLoader:
 
     def example(self) -> torch.Tensor | None:
         """See Loader."""
-        return next((parameter for parameter in self._model.parameters() if parameter.numel()), None)
+        return first_parameter(self._model)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """See Loader."""

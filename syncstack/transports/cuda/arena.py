@@ -11,7 +11,7 @@ import torch
 
 from syncstack.errors import GpuError, TransportError
 from syncstack.transports.cuda.driver import Driver, Kind
-from syncstack.transports.cuda.mapping import map_chunks
+from syncstack.transports.cuda.mapping import view_chunks
 from syncstack.wire.messages import Segment
 
 BLOCK_BYTES = 128 << 20
@@ -64,14 +64,9 @@ class Arena:
         driver = self._driver
         handle, size = driver.create(nbytes, device)
         try:
-            base, ended = map_chunks(driver, Segment(id=0, device=device, chunks=(size,)), [handle], write=True)
+            return view_chunks(driver, Segment(id=0, device=device, chunks=(size,)), [handle], write=True)
         finally:
             driver.release(handle)  # what is mapped holds it from here on
-        try:
-            return driver.view(base, size, device, ended)
-        except BaseException:
-            ended.undo.close()
-            raise
 
     def clear(self) -> None:
         """Forget all places; the memory goes with the last tensor of it."""

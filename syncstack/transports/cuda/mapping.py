@@ -67,6 +67,16 @@ def map_chunks(driver: Driver, segment: Segment, handles: Sequence[int], *, writ
     return base, ended
 
 
+def view_chunks(driver: Driver, segment: Segment, handles: Sequence[int], *, write: bool = False) -> torch.Tensor:
+    """uint8 [nbytes] of a segment's chunks, mapped as ``map_chunks`` does until no tensor shares it any more."""
+    base, ended = map_chunks(driver, segment, handles, write=write)
+    try:
+        return driver.view(base, segment.nbytes, segment.device, ended)
+    except BaseException:
+        ended.undo.close()
+        raise
+
+
 class PendingSegment:
     """A segment whose descriptors are still coming. It holds their handles until it is mapped, or given up."""
 
@@ -86,15 +96,9 @@ class PendingSegment:
 
     def map(self) -> Mapping:
         """Map all chunks one after the other. Raises GpuError and has mapped nothing then."""
-        driver, segment = self._driver, self.segment
-        base, ended = map_chunks(driver, segment, self._handles)
-        try:
-            data = driver.view(base, segment.nbytes, segment.device, ended)
-        except BaseException:
-            ended.undo.close()
-            raise
+        data = view_chunks(self._driver, self.segment, self._handles)
         self.drop()
-        return Mapping(segment, data)
+        return Mapping(self.segment, data)
 
     def drop(self) -> None:
         """Give the handles back; what is mapped stays."""
