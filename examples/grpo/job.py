@@ -1,7 +1,7 @@
 """The training job: ``syncstack run examples.grpo.job:main``.
 
-Refit once at the start, then for each step: samples from the engine, rewards, one update, a refit, and proof that the
-engine now computes with the new weights.
+Refit once at the start, then for each step: samples from the engines, rewards, one update, a refit, and proof that
+each engine now computes with the new weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from examples.grpo.grpo import Group, Trainer
 from examples.grpo.parity import Checker
-from examples.grpo.rollout import EngineApi, Sample
+from examples.grpo.rollout import EngineApi, Engines, Sample
 from examples.grpo.task import Additions, Prompt, Task
 from syncstack import ModuleSource
 from syncstack.errors import UsageError
@@ -59,8 +59,8 @@ class Text:
 class Run:
     """One run's parts and its loop."""
 
-    def __init__(self, ctx: RunContext, task: Task, api: EngineApi) -> None:
-        self.ctx, self.task, self.api = ctx, task, api
+    def __init__(self, ctx: RunContext, task: Task, engines: Engines) -> None:
+        self.ctx, self.task, self.engines = ctx, task, engines
         with ctx.recorder.phase("load model"):
             torch.manual_seed(ctx.seed)
             self.text = Text(AutoTokenizer.from_pretrained(ctx.model), task)
@@ -87,10 +87,9 @@ class Run:
         with self.ctx.recorder.phase("refit"):
             reports = coordinator.refit(version)
         with self.ctx.recorder.phase("parity"):
-            parity = self.checker.check(self.api.prompt_logprobs(self.checker.tokens, version=version))
-        self.ctx.recorder.refit(
-            reports, max_abs_dlogprob=parity.max_abs_dlogprob, tolerance=parity.tolerance, stale=parity.stale
-        )
+            scores = self.engines.prompt_logprobs(self.checker.tokens, version=version)
+            parity = self.checker.check(scores)
+        self.ctx.recorder.refit(reports, parity)
 
     def step(self, step: int) -> None:
         """Samples from version ``step``, and one update."""
@@ -121,7 +120,7 @@ class Run:
         seed = self.ctx.seed * 1_000_000 + step * PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
         prompts = self.task.prompts(seed, PROMPTS_PER_STEP)
         encoded = [self.text.encode(prompt) for prompt in prompts]
-        drawn = self.api.sample(
+        drawn = self.engines.sample(
             encoded,
             n=SAMPLES_PER_PROMPT,
             max_tokens=self.task.max_tokens,
@@ -140,10 +139,11 @@ class Run:
 def main(ctx: RunContext) -> None:
     """Train on additions for ``ctx.steps`` steps. Raises what the refit raises, EngineError, and ParityFailed."""
     transformers_logging.disable_progress_bar()
-    api = EngineApi(ctx.engine_url)
+    names = [engine.name for engine in ctx.engines]
+    engines = Engines({name: EngineApi(url) for name, url in zip(names, ctx.engine_urls, strict=True)})
     try:
-        run = Run(ctx, Additions(), api)
+        run = Run(ctx, Additions(), engines)
         with ctx.coordinator(ModuleSource(run.model)) as coordinator:
             run.loop(coordinator)
     finally:
-        api.close()
+        engines.close()

@@ -1,4 +1,4 @@
-"""Proof, after every refit, that the engine computes with the trainer's weights: both score one fixed text.
+"""Proof, after every refit, that each engine computes with the trainer's weights: both score one fixed text.
 
 The digest already proves the bytes. This proves that they were loaded into the right places and that the engine uses
 them. The trainer rounds its float32 weights as the refit does, runs the text through its own forward pass in float32,
@@ -7,13 +7,13 @@ and compares the log-probability of every token with the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from syncstack.errors import SyncstackError
+from syncstack.run.recorder import Parity
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 """Largest |dlogprob| that passes, by the dtype in which the engine computes.
@@ -28,15 +28,6 @@ class ParityFailed(SyncstackError):
     """The engine's log-probabilities are not those of the weights that it was given."""
 
 
-class Parity(msgspec.Struct, frozen=True, kw_only=True):
-    """One check. ``stale`` is the difference from the trainer's previous version (None for the first): what would
-    have been measured if the refit had changed nothing. Where it is not clearly larger, the check sees nothing."""
-
-    max_abs_dlogprob: float
-    stale: float | None
-    tolerance: float
-
-
 class Checker:
     """Keeps the fixed text and the trainer's scores of the version before."""
 
@@ -47,18 +38,25 @@ class Checker:
         self._tolerance = TOLERANCE[engine_dtype]
         self._previous: torch.Tensor | None = None
 
-    def check(self, engine: Sequence[float]) -> Parity:
-        """Compare ``engine``'s scores (one for each token but the first). Raises ParityFailed."""
-        theirs = torch.tensor(engine, dtype=torch.float32)
+    def check(self, engines: Mapping[str, Sequence[float]]) -> list[Parity]:
+        """Compare the scores of each engine, by its name (one for each token but the first). Raises ParityFailed.
+
+        ``stale`` in the answer is the difference from the trainer's previous version (None for the first): what would
+        have been measured if the refit had changed nothing. Where it is not clearly larger, the check sees nothing.
+        """
         ours = scores(self._model, self.tokens, self._weight_dtype)
-        stale = None if self._previous is None else (theirs - self._previous).abs().max().item()
+        found = [self._one(name, torch.tensor(theirs), ours) for name, theirs in engines.items()]
         self._previous = ours
+        return found
+
+    def _one(self, name: str, theirs: torch.Tensor, ours: torch.Tensor) -> Parity:
+        stale = None if self._previous is None else (theirs - self._previous).abs().max().item()
         difference = (theirs - ours).abs()
         largest = difference.max().item()
         if not largest <= self._tolerance:  # also when it is not a number
             where = int(difference.argmax())
             raise ParityFailed(
-                f"the engine's log-probabilities differ from the trainer's by {largest:.3g} (at token {where + 1})",
+                f"the log-probabilities of {name} differ from the trainer's by {largest:.3g} (at token {where + 1})",
                 observed=f"{theirs[where].item():.4f}",
                 expected=f"{ours[where].item():.4f} within {self._tolerance}",
                 consequence="The engine does not compute with the weights that it was given; the run ends",

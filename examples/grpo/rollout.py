@@ -1,8 +1,11 @@
-"""The engine's OpenAI-compatible API, as the trainer uses it: token ids in, token ids and log-probabilities out."""
+"""The engines' OpenAI-compatible API, as the trainer uses it: token ids in, token ids and log-probabilities out."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,6 +13,8 @@ import httpx
 import msgspec
 
 from syncstack.errors import EngineError, EngineUnreachable
+
+log = logging.getLogger(__name__)
 
 VERSION_HEADER = "X-Syncstack-Version"
 BUSY = 503
@@ -43,42 +48,28 @@ class EngineApi:
         return self._model
 
     def sample(
-        self,
-        prompts: list[list[int]],
-        *,
-        n: int,
-        max_tokens: int,
-        stop_tokens: list[int],
-        seed: int,
-        version: int | None,
-    ) -> list[list[Sample]]:
-        """``n`` completions for each prompt, at temperature 1 from the whole vocabulary.
+        self, prompt: list[int], *, n: int, max_tokens: int, stop_tokens: list[int], seed: int, version: int | None
+    ) -> list[Sample]:
+        """``n`` completions of one prompt, at temperature 1 from the whole vocabulary.
 
         Nothing is cut from the distribution (no top-k, no top-p): the log-probabilities that come back are those of the
-        distribution that was sampled, so the trainer may use them as behaviour policy. One request a prompt, so that
-        each has its own noise; the engine batches them. Blocks until all are done. ``version``: see :meth:`_call`.
+        distribution that was sampled, so the trainer may use them as behaviour policy. ``version``: see :meth:`_call`.
         """
-
-        def one(index: int) -> list[Sample]:
-            body = {
-                "model": self.model(),
-                "prompt": prompts[index],
-                "n": n,
-                "max_tokens": max_tokens,
-                "temperature": 1.0,
-                "top_p": 1.0,
-                "top_k": 0,
-                "seed": seed + index * n,
-                "logprobs": 0,
-                "return_token_ids": True,
-                "stop_token_ids": stop_tokens,
-            }
-            answer = self._call("POST", "/v1/completions", body, version=version)[0]
-            return [_sample(choice) for choice in sorted(answer["choices"], key=lambda c: int(c["index"]))]
-
-        self.model()
-        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
-            return list(pool.map(one, range(len(prompts))))
+        body = {
+            "model": self.model(),
+            "prompt": prompt,
+            "n": n,
+            "max_tokens": max_tokens,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "seed": seed,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stop_token_ids": stop_tokens,
+        }
+        answer = self._call("POST", "/v1/completions", body, version=version)[0]
+        return [_sample(choice) for choice in sorted(answer["choices"], key=lambda c: int(c["index"]))]
 
     def prompt_logprobs(self, tokens: list[int], *, version: int | None) -> list[float]:
         """Log-probability of each token but the first, given those before it. ``len(tokens) - 1`` values."""
@@ -122,6 +113,58 @@ class EngineApi:
                 f"the engine answered {path} with other weights", observed=f"version {served}", expected=str(version)
             )
         return response.json(), None if served is None else int(served)
+
+
+class Engines:
+    """All engines of a run, by name; the prompts of a step are spread over them. Used from one thread.
+
+    An engine that does not answer, or whose weights are not those that were asked for, gets no more of this step: its
+    prompts go to the others. That is said once for each engine.
+    """
+
+    def __init__(self, apis: Mapping[str, EngineApi]) -> None:
+        self._apis = dict(apis)
+        self._told: set[str] = set()
+
+    def close(self) -> None:
+        """Close the connections."""
+        for api in self._apis.values():
+            api.close()
+
+    def sample(self, prompts: Sequence[list[int]], *, n: int, seed: int, **options: Any) -> list[list[Sample]]:
+        """``n`` completions for each prompt, in order: see :meth:`EngineApi.sample`.
+
+        One request a prompt, so that each has its own noise; an engine batches its share. Blocks until all are done.
+        Raises the last engine's error when none is left.
+        """
+        left = dict(self._apis)
+
+        def one(index: int) -> list[Sample]:
+            while True:
+                with lock:
+                    name = list(left)[index % len(left)]
+                try:
+                    return self._apis[name].sample(prompts[index], n=n, seed=seed + index * n, **options)
+                except (EngineUnreachable, EngineError) as error:
+                    # Checked and dropped together: another thread may have found out about another engine.
+                    with lock:
+                        if set(left) <= {name}:
+                            raise
+                        left.pop(name, None)
+                        self._tell(name, error)
+
+        lock = threading.Lock()
+        with ThreadPoolExecutor(PARALLEL_REQUESTS * len(left)) as pool:
+            return list(pool.map(one, range(len(prompts))))
+
+    def _tell(self, name: str, error: Exception) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            log.warning("%s gets no more prompts of this step: %s", name, error)
+
+    def prompt_logprobs(self, tokens: list[int], *, version: int) -> dict[str, list[float]]:
+        """:meth:`EngineApi.prompt_logprobs` of every engine: what one of them cannot answer is an error."""
+        return {name: api.prompt_logprobs(tokens, version=version) for name, api in self._apis.items()}
 
 
 def _sample(choice: dict[str, Any]) -> Sample:

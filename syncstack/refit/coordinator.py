@@ -10,13 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Self, TypeVar
+from collections.abc import Sequence
+from functools import partial
+from typing import Self
 
 from syncstack.errors import (
     DeadlineExceeded,
     EngineUnreachable,
-    LinkLost,
     PathTooSlow,
     PlanError,
     RefitFailed,
@@ -33,6 +33,7 @@ from syncstack.refit.pace import ClockedSource, Stage, expected, why_slow
 from syncstack.refit.progress import Progress
 from syncstack.refit.report import RefitReport
 from syncstack.refit.target import Target
+from syncstack.refit.watch import watched
 from syncstack.settings import Settings
 from syncstack.threads import in_thread
 from syncstack.transports.order import await_done, mark
@@ -41,11 +42,6 @@ from syncstack.weights.manifest import Wanted, resolve
 from syncstack.weights.source import WeightSource, example_of
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-WATCH_S = 0.1
-"""How often a waiting call looks whether the engine is still there."""
 
 ABORT_S = 5.0
 """How long a failed refit waits for the engine to say in which state it ended."""
@@ -111,7 +107,7 @@ class Coordinator:
                 metas = tuple(want.meta for want in wanted)
                 target.lease = target.client.begin(refit.session, refit.version, metas)
         with refit.timed("stage"):
-            self._watched(lambda: self._stage(refit, wanted))
+            watched(lambda: self._stage(refit, wanted), self._targets)
             self._look_at_pace(refit)
         settings = self._settings
         self._step(refit, "pause", deadline_s=settings.pause_s, mode_matters=True)
@@ -200,50 +196,31 @@ class Coordinator:
             log.warning("%s is slow: %s", self._transport, refit.slow)
 
     def _step(self, refit: Progress, name: str, *, deadline_s: float, mode_matters: bool = False) -> None:
+        """One step of all engines at the same time. None is left in it: if one fails, the others end it first."""
         mode = self._settings.pause_mode if mode_matters else "wait"
         request = StepRequest(session=refit.session, mode=mode, deadline_s=deadline_s)
+
+        def one(target: Target) -> None:
+            # The engine keeps the deadline itself; ours only catches an engine that cannot.
+            watched(lambda: target.client.step(name, request, deadline_s=deadline_s + 2.0), [target])
+
         with refit.timed(name):
+            steps = [in_thread(partial(one, target), "syncstack-step") for target in self._targets]
+            concurrent.futures.wait(steps)
+            for step in steps:
+                step.result()
+        if name == "resume":
             for target in self._targets:
-                call = target.client.step
-                # The engine keeps the deadline itself; ours only catches an engine that cannot.
-                self._watched(lambda c=call: c(name, request, deadline_s=deadline_s + 2.0))  # type: ignore[misc]
-                if name == "resume" and target.lease is not None:
-                    # It ends by itself now, and its end is no death.
-                    target.lease.close()
-                    target.lease = None
-
-    def _watched(self, call: Callable[[], T]) -> T:
-        """Run ``call`` and return its result, but end early when an engine's process has gone."""
-        future = in_thread(call, "syncstack-refit")
-        while True:
-            done, _ = concurrent.futures.wait([future], timeout=WATCH_S)
-            if done:
-                return future.result()
-            for target in self._targets:
-                if target.lost() and not future.done():
-                    self._interrupt(future, target)
-
-    def _interrupt(self, future: concurrent.futures.Future[T], target: Target) -> None:
-        """Give the call a moment to fail by itself, which says more; then cut it off."""
-        concurrent.futures.wait([future], timeout=10 * WATCH_S)
-        if future.done():
-            return
-        ended = target.lease.ended if target.lease is not None else ""
-        for each in self._targets:
-            each.drop_links()
-            each.client.reset()
-        concurrent.futures.wait([future], timeout=10 * WATCH_S)
-        kind = EngineUnreachable if ended else LinkLost
-        raise kind(f"engine {target.client.name} went away", observed=ended or "a worker's data link ended")
+                target.end_lease()  # it ends by itself now, and its end is no death
 
     def _give_up(self, refit: Progress, error: BaseException) -> str:
         """End every session and free what the refit held; returns the engines' states as far as they can be known."""
         states = []
         for target in self._targets:
             if target.lease is not None:
-                states.append(self._abort(target, refit, error))
-                target.lease.close()
-                target.lease = None
+                state = self._abort(target, refit, error)
+                states.append(state if len(self._targets) == 1 else f"{target.client.name} {state}")
+                target.end_lease()
         if refit.staging:
             # A worker may still read the segment, or be about to: never write it again.
             self._retire()

@@ -37,6 +37,12 @@ class Target:
         if not self.links:
             self.links = self.client.open_links(rank, self.choices)
 
+    def end_lease(self) -> None:
+        """Hang up on the session's lease, if there is one."""
+        if self.lease is not None:
+            self.lease.close()
+            self.lease = None
+
     def drop_links(self) -> None:
         """Close every link; the next plan opens them anew."""
         for link in self.links:

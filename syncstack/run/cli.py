@@ -27,6 +27,7 @@ from syncstack.settings import Settings
 
 PICTURE_NAME = "report.html"
 INTERRUPTED = 130
+DEFAULT_URL = "http://engine:8000"
 DEFAULT_JOB = "examples.grpo.job:main"
 
 Job = Callable[[RunContext], None]
@@ -35,7 +36,10 @@ Job = Callable[[RunContext], None]
 def run(
     job: Annotated[str, typer.Argument(help="What to run, as module:function.")] = DEFAULT_JOB,
     engine: Annotated[list[str] | None, typer.Option(help="Control address of an engine; repeatable.")] = None,
-    engine_url: Annotated[str, typer.Option(help="Where the first engine's /v1 API answers.")] = "http://engine:8000",
+    engine_url: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Where an engine's /v1 API answers; one for each --engine.  [default: {DEFAULT_URL}]"),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps; each ends with a refit.")] = 24,
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and samples.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of this run's report and picture.")] = Path("out/latest"),
@@ -47,20 +51,21 @@ def run(
     ] = None,
     layout: Annotated[str, typer.Option(envvar="SYNCSTACK_LAYOUT", help="Written into the report.")] = "colocated",
 ) -> None:
-    """Train: samples from the engine, an update, the new weights back into the engine, and proof of each."""
+    """Train: samples from the engines, an update, the new weights back into all of them, and proof of each."""
     folder = validate(model)
     function = load_job(job)
     settings = Settings.load()
+    addresses = engine or [f"unix:{settings.socket_dir / settings.engine_name}"]
+    urls = urls_of(addresses, engine_url)
     prepare_out(out)
     expose(metrics)
-    addresses = engine or [f"unix:{settings.socket_dir / settings.engine_name}"]
     console = Console(file=sys.stdout)
     table = Table(console)
-    recorder = Recorder(first_report(job, seed, layout, settings.profile, addresses[0], folder, out), out, table)
+    recorder = Recorder(first_report(job, seed, layout, settings.profile, addresses, folder, out), out, table)
     status, error = "failed", None
     try:
         with table, terminable():
-            execute(function, recorder, settings, addresses, engine_url, folder, steps, seed, out)
+            execute(function, recorder, settings, addresses, urls, folder, steps, seed, out)
         status = "ok"
     except KeyboardInterrupt:
         status, error = "interrupted", "stopped by a signal"
@@ -128,8 +133,22 @@ def prepare_out(out: Path) -> None:
         ) from error
 
 
+def urls_of(addresses: Sequence[str], urls: Sequence[str] | None) -> Sequence[str]:
+    """Where the API of each engine answers. Raises UsageError where that was not said for all of them."""
+    if not urls and len(addresses) == 1:
+        return [DEFAULT_URL]
+    if len(urls or []) != len(addresses):
+        raise UsageError(
+            "each engine needs the URL of its API",
+            observed=f"{len(addresses)} --engine, {len(urls or [])} --engine-url",
+            consequence="Nothing was started",
+            next_step="give one --engine-url for each --engine, in the same order",
+        )
+    return list(urls or [])
+
+
 def first_report(
-    job: str, seed: int, layout: str, profile: str, address: str, folder: ModelFolder, out: Path
+    job: str, seed: int, layout: str, profile: str, addresses: Sequence[str], folder: ModelFolder, out: Path
 ) -> schema.RunReport:
     """The report of a run that has only begun."""
     return schema.RunReport(
@@ -139,7 +158,7 @@ def first_report(
         seed=seed,
         layout=layout,
         profile=profile,
-        engine=schema.EngineInfo(name=address.rstrip("/").rpartition("/")[2], address=address),
+        engines=[schema.EngineInfo(name=each.rstrip("/").rpartition("/")[2], address=each) for each in addresses],
         model=schema.ModelInfo(name=folder.name, parameters=folder.parameters, bytes=folder.bytes, dtype=folder.dtype),
         facts=collect_facts(),
         reward=schema.Reward(),
@@ -164,7 +183,7 @@ def execute(
     recorder: Recorder,
     settings: Settings,
     addresses: Sequence[str],
-    engine_url: str,
+    urls: Sequence[str],
     folder: ModelFolder,
     steps: int,
     seed: int,
@@ -177,14 +196,15 @@ def execute(
     engines: list[EngineClient] = []
     try:
         with recorder.phase("connect"):
-            for address in addresses:
-                engines.append(EngineClient.connect(address, settings=settings))  # noqa: PERF401 - close what we have
-            recorder.engine(engines[0].name, engine_version(engine_url) or engines[0].info.kind_version)
+            for index, (address, url) in enumerate(zip(addresses, urls, strict=True)):
+                client = EngineClient.connect(address, settings=settings)
+                engines.append(client)  # one by one: what is connected gets closed
+                recorder.engine(index, client.name, engine_version(url) or client.info.kind_version)
 
         context = RunContext(
             settings=settings,
             engines=engines,
-            engine_url=engine_url,
+            engine_urls=urls,
             model=Path(folder.path),
             steps=steps,
             seed=seed,

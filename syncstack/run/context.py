@@ -31,7 +31,7 @@ class RunContext:
         *,
         settings: Any,
         engines: Sequence[Any],
-        engine_url: str,
+        engine_urls: Sequence[str],
         model: Path,
         steps: int,
         seed: int,
@@ -42,8 +42,8 @@ class RunContext:
         self.settings = settings
         self.engines = engines
         """Connected ``EngineClient`` objects."""
-        self.engine_url = engine_url
-        """Where the first engine's OpenAI-compatible API answers."""
+        self.engine_urls = engine_urls
+        """Where each engine's OpenAI-compatible API answers, in the order of ``engines``."""
         self.model = model
         """A checked Hugging Face folder."""
         self.steps = steps

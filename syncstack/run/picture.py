@@ -116,7 +116,7 @@ def _rows(report: RunReport) -> list[tuple[str, str]]:
     size = f"{report.model.parameters / 1e6:.0f} M parameters, {report.model.bytes / 1e6:.0f} MB"
     rows = [
         ("model", f"{report.model.name}: {size}, {report.model.dtype}"),
-        ("engine", f"{report.engine.name} {report.engine.version or ''} at {report.engine.address}"),
+        *(("engine", f"{each.name} {each.version or ''} at {each.address}") for each in report.engines),
         ("layout, profile", f"{report.layout}, {report.profile}; pidfd_getfd {report.facts.pidfd_getfd}"),
         ("started, finished", f"{report.started}, {report.finished or '-'}"),
     ]

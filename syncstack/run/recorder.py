@@ -18,6 +18,14 @@ REPORT_NAME = "report.json"
 REWARD_WINDOW = 5
 
 
+class Parity(msgspec.Struct, frozen=True, kw_only=True):
+    """What the check of one engine measured: see the fields of ``schema.RefitRecord``."""
+
+    max_abs_dlogprob: float | None = None
+    tolerance: float | None = None
+    stale: float | None = None
+
+
 class Recorder:
     """The only writer of one run's report. Not thread-safe: one job, one recorder."""
 
@@ -37,9 +45,11 @@ class Recorder:
         yield
         self.phase_name = previous
 
-    def engine(self, name: str, version: str | None) -> None:
-        """Say which engine answered."""
-        self._update(engine=msgspec.structs.replace(self.report.engine, name=name, version=version))
+    def engine(self, index: int, name: str, version: str | None) -> None:
+        """Say which engine answered at the address of this index."""
+        engines = list(self.report.engines)
+        engines[index] = msgspec.structs.replace(engines[index], name=name, version=version)
+        self._update(engines=engines)
 
     def step(self, record: schema.StepRecord) -> None:
         """Add a step; updates the reward's first and last means."""
@@ -47,19 +57,11 @@ class Recorder:
         self._table.step(record)
         self._update(steps=steps, reward=summarise_reward(steps))
 
-    def refit(
-        self,
-        reports: Sequence[RefitReport],
-        *,
-        max_abs_dlogprob: float | None = None,
-        tolerance: float | None = None,
-        stale: float | None = None,
-    ) -> None:
-        """Add one version's refits (one for each engine) and what the parity check of the first engine measured."""
-        records = [flatten(report, max_abs_dlogprob, tolerance, stale) for report in reports[:1]]
-        records += [flatten(report, None, None, None) for report in reports[1:]]
-        for record in records:
-            self._table.refit(record)
+    def refit(self, reports: Sequence[RefitReport], parity: Sequence[Parity] = ()) -> None:
+        """Add one version's refits, one for each engine, with the parity check of each in the same order, if any."""
+        checks = [*parity, *[Parity()] * (len(reports) - len(parity))]
+        records = [flatten(report, check) for report, check in zip(reports, checks, strict=True)]
+        self._table.refit(records)
         self._update(refits=[*self.report.refits, *records])
 
     def finish(self, status: str, error: str | None = None) -> None:
@@ -92,9 +94,7 @@ def summarise_reward(steps: Sequence[schema.StepRecord]) -> schema.Reward:
     return schema.Reward(first=fmean(rewards[:window]), last=fmean(rewards[-window:]), window=window)
 
 
-def flatten(
-    report: RefitReport, max_abs_dlogprob: float | None, tolerance: float | None, stale: float | None
-) -> schema.RefitRecord:
+def flatten(report: RefitReport, parity: Parity) -> schema.RefitRecord:
     """The refit's own report as a record of the run's report."""
     return schema.RefitRecord(
         version=report.version,
@@ -115,7 +115,7 @@ def flatten(
         digests_matched=report.digests_equal,
         cast_bytes=report.cast_bytes,
         unpinned=report.unpinned,
-        max_abs_dlogprob=max_abs_dlogprob,
-        parity_tolerance=tolerance,
-        stale_abs_dlogprob=stale,
+        max_abs_dlogprob=parity.max_abs_dlogprob,
+        parity_tolerance=parity.tolerance,
+        stale_abs_dlogprob=parity.stale,
     )

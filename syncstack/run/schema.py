@@ -14,14 +14,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine that served the samples. With several engines: the first of them."""
+    """One of the engines that served the samples."""
 
     name: str
     version: str | None = None
@@ -115,7 +115,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """The whole report. Times of day are UTC, ISO 8601."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     syncstack: str
     """This package's version."""
     run: str
@@ -124,7 +124,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     profile: str
     """The seccomp profile's name, as the stack was started with; what it does is in ``facts``."""
-    engine: EngineInfo
+    engines: list[EngineInfo]
+    """In the order in which they were named."""
     model: ModelInfo
     facts: FactsInfo
     reward: Reward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from statistics import median
 from types import TracebackType
 from typing import Self, TextIO
@@ -61,9 +62,9 @@ class Table:
         """Remember the step; it is shown with its refit."""
         self._step = record
 
-    def refit(self, record: RefitRecord) -> None:
-        """Show the step that just ended and this refit."""
-        row = cells(self._step, record)
+    def refit(self, records: Sequence[RefitRecord]) -> None:
+        """Show the step that just ended and the refits, one for each engine, of the version that it made."""
+        row = cells(self._step, records)
         self._step = None
         self._rows.append(row)
         if self._live is None:
@@ -91,9 +92,11 @@ def move_logs(old: TextIO, new: TextIO) -> None:
             handler.setStream(new)
 
 
-def cells(step: StepRecord | None, refit: RefitRecord) -> tuple[str, ...]:
-    """One row as text."""
-    parity = "-" if refit.max_abs_dlogprob is None else f"{refit.max_abs_dlogprob:.1e}"
+def cells(step: StepRecord | None, refits: Sequence[RefitRecord]) -> tuple[str, ...]:
+    """One row as text. Of several engines the slowest one, and the one whose parity is worst."""
+    refit = max(refits, key=lambda each: each.seconds)
+    checked = [each.max_abs_dlogprob for each in refits if each.max_abs_dlogprob is not None]
+    parity = f"{max(checked):.1e}" if checked else "-"
     return (
         "start" if step is None else str(step.step),
         "-" if step is None else f"{step.reward:.3f}",
@@ -117,7 +120,9 @@ def summary(report: RunReport, where: str) -> str:
         wall = median(refit.seconds for refit in report.refits)
         equal = sum(refit.digests_equal for refit in report.refits)
         transports = ", ".join(sorted({refit.transport for refit in report.refits}))
-        lines.append(f"refits    {len(report.refits)} by {transports}, median {wall * 1000:.0f} ms, {speed:.2f} GB/s")
+        into = f" into {len(report.engines)} engines" if len(report.engines) > 1 else ""
+        count = f"{len(report.refits)}{into} by {transports}"
+        lines.append(f"refits    {count}, median {wall * 1000:.0f} ms, {speed:.2f} GB/s")
         lines.append(f"digests   equal in {equal} of {len(report.refits)} refits")
     checked = [refit.max_abs_dlogprob for refit in report.refits if refit.max_abs_dlogprob is not None]
     if checked:

@@ -161,19 +161,22 @@ def test_scores_are_those_of_the_rounded_weights(model: Any) -> None:
 def test_parity_passes_for_the_right_weights_and_measures_the_stale_ones(model: Any) -> None:
     checker = Checker(model, [1, 5, 9, 7], engine_dtype="float32", weight_dtype=torch.float32)
     first = scores(model, checker.tokens, torch.float32).tolist()
-    assert checker.check(first).stale is None
+    assert [each.stale for each in checker.check({"engine-0": first, "engine-1": first})] == [None, None]
     with torch.no_grad():
         next(model.parameters()).mul_(1.5)
-    second = checker.check(scores(model, checker.tokens, torch.float32).tolist())
-    assert second.max_abs_dlogprob == 0.0
-    assert second.stale is not None
-    assert second.stale > second.tolerance
+    now = scores(model, checker.tokens, torch.float32).tolist()
+    for second in checker.check({"engine-0": now, "engine-1": now}):
+        assert second.max_abs_dlogprob == 0.0
+        assert second.stale is not None
+        assert second.tolerance is not None
+        assert second.stale > second.tolerance
 
 
 @pytest.mark.parametrize("wrong", [0.01, float("nan"), float("inf")])
 def test_parity_fails_for_other_weights(model: Any, wrong: float) -> None:
     checker = Checker(model, [1, 5, 9, 7], engine_dtype="float32", weight_dtype=torch.float32)
-    engine = scores(model, checker.tokens, torch.float32).tolist()
+    right = scores(model, checker.tokens, torch.float32).tolist()
+    engine = [*right]
     engine[1] += wrong
-    with pytest.raises(ParityFailed, match="token 2"):
-        checker.check(engine)
+    with pytest.raises(ParityFailed, match=r"engine-1 differ .*token 2"):
+        checker.check({"engine-0": right, "engine-1": engine})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from examples.grpo.rollout import EngineApi
+from examples.grpo.rollout import EngineApi, Engines
 from syncstack.errors import EngineError, EngineUnreachable
 
 Reply = tuple[int, dict[str, str], dict[str, Any]]
@@ -79,7 +79,7 @@ def api(server: Server) -> Iterator[EngineApi]:
 
 def draw(api: EngineApi, **changes: Any) -> Any:
     options = {"n": 2, "max_tokens": 4, "stop_tokens": [0], "seed": 9, "version": 4}
-    return api.sample([[5, 6], [7]], **{**options, **changes})
+    return Engines({"engine-0": api}).sample([[5, 6], [7]], **{**options, **changes})
 
 
 def test_samples_come_back_by_prompt_and_index(api: EngineApi, server: Server) -> None:
@@ -136,6 +136,69 @@ def test_prompt_scores_skip_the_first_token(api: EngineApi, server: Server) -> N
     entries = [None, {"6": {"logprob": -1.5}}, {"8": {"logprob": -9.0}, "7": {"logprob": -2.5}}]
     server.reply = lambda body: (200, {}, {"choices": [{"prompt_logprobs": entries}]})
     assert api.prompt_logprobs([5, 6, 7], version=None) == [-1.5, -2.5]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Engines, list[Server]]]:
+    servers = [Server(), Server()]
+    for each in servers:
+        threading.Thread(target=each.serve_forever, args=(0.01,), daemon=True).start()
+    urls = [f"http://127.0.0.1:{each.server_address[1]}" for each in servers]
+    engines = Engines({f"engine-{index}": EngineApi(url, timeout_s=5.0) for index, url in enumerate(urls)})
+    yield engines, servers
+    engines.close()
+    for each in servers:
+        each.shutdown()
+        each.server_close()
+
+
+PROMPTS = [[number, 0] for number in range(10, 16)]
+OPTIONS: dict[str, Any] = {"n": 2, "max_tokens": 4, "stop_tokens": [0], "seed": 9, "version": 4}
+
+
+def seeds(servers: list[Server]) -> list[list[int]]:
+    return [sorted(body["seed"] for body in each.bodies) for each in servers]
+
+
+def test_prompts_are_spread_over_the_engines_with_the_seeds_of_one(pair: tuple[Engines, list[Server]]) -> None:
+    engines, servers = pair
+    groups = engines.sample(PROMPTS, **OPTIONS)
+    assert [group[0].tokens[0] for group in groups] == [10, 11, 12, 13, 14, 15]
+    assert seeds(servers) == [[9, 13, 17], [11, 15, 19]]
+
+
+@pytest.mark.parametrize("fault", ["gone", "stale", "dirty"])
+def test_an_engine_that_cannot_serve_the_version_leaves_its_prompts_to_the_others(
+    pair: tuple[Engines, list[Server]], fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines, servers = pair
+    if fault == "gone":
+        servers[0].shutdown()
+        servers[0].server_close()
+    elif fault == "stale":
+        servers[0].reply = lambda body: (200, {"X-Syncstack-Version": "3"}, completion(body)[2])
+    else:
+        servers[0].reply = lambda body: (503, {}, {"error": {"message": "weights may be mixed"}})
+    for _ in range(2):
+        groups = engines.sample(PROMPTS, **OPTIONS)
+        assert [group[0].tokens[0] for group in groups] == [10, 11, 12, 13, 14, 15]
+    assert seeds(servers)[1] == sorted([9, 11, 13, 15, 17, 19] * 2)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "engine-0 gets no more prompts of this step"
+    ]
+    servers[1].reply = lambda body: (200, {"X-Syncstack-Version": "3"}, completion(body)[2])
+    with pytest.raises((EngineError, EngineUnreachable)):
+        engines.sample(PROMPTS, **OPTIONS)
+
+
+def test_every_engine_scores_the_fixed_text(pair: tuple[Engines, list[Server]]) -> None:
+    engines, servers = pair
+    for number, each in enumerate(servers):
+        value = {"choices": [{"prompt_logprobs": [None, {"6": {"logprob": -1.0 - number}}]}]}
+        each.reply = lambda body, value=value: (200, {"X-Syncstack-Version": "4"}, value)  # type: ignore[misc]
+    assert engines.prompt_logprobs([5, 6], version=4) == {"engine-0": [-1.0], "engine-1": [-2.0]}
+    with pytest.raises(EngineError, match="version 4"):
+        engines.prompt_logprobs([5, 6], version=5)
 
 
 def test_an_engine_that_is_gone(server: Server) -> None:

@@ -120,6 +120,15 @@ def test_a_bad_model_folder_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("urls", [None, ["http://a:8000"], ["http://a:8000"] * 3])
+def test_each_engine_needs_its_url(tmp_path: Path, model: Path, urls: list[str] | None) -> None:
+    pair = ["tcp://a:7000", "tcp://b:7000"]
+    with pytest.raises(UsageError, match="each engine needs the URL of its API.*2 --engine, "):
+        cli.run(job="json:dumps", model=model, out=tmp_path / "out", layout="x", engine=pair, engine_url=urls)
+    assert not (tmp_path / "out").exists()
+    assert cli.urls_of(pair, ["http://a:8000", "http://b:8000"]) == ["http://a:8000", "http://b:8000"]
+
+
 def test_results_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):

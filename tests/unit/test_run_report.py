@@ -19,7 +19,7 @@ from rich.console import Console
 from syncstack.refit.report import RefitReport
 from syncstack.run import schema
 from syncstack.run.picture import render, ticks
-from syncstack.run.recorder import Recorder, summarise_reward
+from syncstack.run.recorder import Parity, Recorder, summarise_reward
 from syncstack.run.table import Table, summary
 
 SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "report.schema.json"
@@ -33,7 +33,7 @@ def new_report(run: str = "test") -> schema.RunReport:
         seed=0,
         layout="colocated",
         profile="restrictive",
-        engine=schema.EngineInfo(name="engine-0", address="unix:/run/syncstack/engine-0"),
+        engines=[schema.EngineInfo(name="engine-0", address="unix:/run/syncstack/engine-0")],
         model=schema.ModelInfo(name="m", parameters=10, bytes=20, dtype="bfloat16"),
         facts=schema.FactsInfo(pidfd_getfd="denied", syscalls={"kcmp": "denied"}),
         reward=schema.Reward(),
@@ -70,10 +70,10 @@ def step(number: int, reward: float = 0.5) -> schema.StepRecord:
 def record(folder: Path, *, steps: int, console: Console | None = None) -> Recorder:
     with Table(console or Console(file=io.StringIO())) as table:
         recorder = Recorder(new_report(), folder, table)
-        recorder.refit([refit(1)], max_abs_dlogprob=1e-4, tolerance=1e-3)
+        recorder.refit([refit(1)], [Parity(max_abs_dlogprob=1e-4, tolerance=1e-3)])
         for number in range(1, steps + 1):
             recorder.step(step(number, number / steps))
-            recorder.refit([refit(number + 1)], max_abs_dlogprob=1e-4, tolerance=1e-3, stale=0.2)
+            recorder.refit([refit(number + 1)], [Parity(max_abs_dlogprob=1e-4, tolerance=1e-3, stale=0.2)])
     return recorder
 
 
@@ -92,7 +92,7 @@ def test_the_file_is_valid_after_every_change(tmp_path: Path) -> None:
     recorder.finish("ok")
     value = json.loads(recorder.path.read_text())
     jsonschema.validate(value, json.loads(SCHEMA_FILE.read_text()))
-    assert value["schema_version"] == 1
+    assert value["schema_version"] == 2
     assert schema.read(recorder.path) == recorder.report
     assert [r["version"] for r in value["refits"]] == [1, 2, 3, 4]
     assert value["outcome"] == {"status": "ok", "phase": None, "error": None}
@@ -121,7 +121,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_litter(tmp_path: Path) 
 def test_another_schema_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     schema.write(new_report(), path)
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 2'))
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 1'))
     with pytest.raises(msgspec.ValidationError, match="schema_version"):
         schema.read(path)
 
@@ -136,7 +136,7 @@ def test_one_unequal_digest_is_not_all_equal(tmp_path: Path) -> None:
 def test_parity_is_claimed_only_for_the_engine_that_was_asked(tmp_path: Path) -> None:
     recorder = Recorder(new_report(), tmp_path, Table(Console(file=io.StringIO())))
     other = msgspec.structs.replace(refit(1), engine="engine-1")
-    recorder.refit([refit(1), other], max_abs_dlogprob=0.1, tolerance=0.5)
+    recorder.refit([refit(1), other], [Parity(max_abs_dlogprob=0.1, tolerance=0.5)])
     assert [r.max_abs_dlogprob for r in recorder.report.refits] == [0.1, None]
 
 
@@ -216,6 +216,27 @@ def test_log_lines_go_above_a_live_table(tmp_path: Path, monkeypatch: pytest.Mon
         assert stderr.getvalue() == ""
     finally:
         logging.getLogger().removeHandler(handler)
+
+
+def test_several_engines_share_a_row_that_shows_the_slowest_and_the_worst(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=40)
+    report = msgspec.structs.replace(
+        new_report(), engines=[schema.EngineInfo(name=f"engine-{n}", address=f"tcp://engine-{n}:7000") for n in (0, 1)]
+    )
+    with Table(console) as table:
+        recorder = Recorder(report, tmp_path, table)
+        recorder.engine(1, "engine-1", "0.32.0")
+        for version in (1, 2):
+            pair = [refit(version), msgspec.structs.replace(refit(version, seconds=0.75), engine="engine-1")]
+            recorder.refit(pair, [Parity(max_abs_dlogprob=2e-4), Parity(max_abs_dlogprob=1e-4)])
+            recorder.step(step(version))
+    lines = out.getvalue().splitlines()
+    assert lines[1].split() == ["start", "-", "-", "750", "1.25", "host_fd", "2.0e-04"]
+    assert [line.split()[0] for line in lines[1:]] == ["start", "1"]
+    assert [each.version for each in recorder.report.engines] == [None, "0.32.0"]
+    assert "4 into 2 engines by host_fd" in summary(recorder.report, "out/report.json")
+    assert "engine-1 0.32.0 at tcp://engine-1:7000" in render(recorder.report)
 
 
 def test_the_summary_names_what_matters(tmp_path: Path) -> None:
