@@ -77,9 +77,9 @@ class Token:
 def read_token(path: Path) -> Token:
     """The token in a file, without white space at its ends. Raises SettingsError, which never quotes it.
 
-    The file must belong to this user or to root, and nobody else may write it. Others may read it only where its mount
-    is read-only: that is how Kubernetes and compose mount a secret (mode 0644 or 0440, since its owner is root and the
-    process is not), inside one container's own mount namespace. On an ordinary file system it must be 0600 or 0400.
+    On an ordinary file system it must be 0600 or 0400 and belong to this user or to root. On a read-only mount others
+    may read it, and it may be anybody's: that is how Kubernetes (root's, 0644 or 0440) and compose (the file of whoever
+    started it) mount a secret, inside one container's own mount namespace. Nobody but its owner may write it anywhere.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not hang us
@@ -91,7 +91,8 @@ def read_token(path: Path) -> Token:
             raise _unusable(path, "not a regular file", "a regular file")
         mounted_read_only = bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)
         forbidden = 0o022 if mounted_read_only else 0o077
-        if status.st_mode & forbidden or status.st_uid not in (0, os.geteuid()):
+        owned = mounted_read_only or status.st_uid in (0, os.geteuid())
+        if status.st_mode & forbidden or not owned:
             raise _unusable(
                 path,
                 f"mode {status.st_mode & 0o7777:04o}, owner uid {status.st_uid}",

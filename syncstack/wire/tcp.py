@@ -1,6 +1,7 @@
 """TCP, for a trainer and an engine that share no folder. A connection means nothing yet: ``wire/auth.py`` decides.
 
-Addresses are ``tcp://HOST:PORT`` with an IPv4 address, an IPv6 address in brackets, or, to connect only, a name.
+Addresses are ``tcp://HOST:PORT`` with an IPv4 address, an IPv6 address in brackets, or a name. To listen on a name is
+to listen where the resolver says that this machine is known by it: on one network of several, say.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ RETRY_S = 0.1
 
 ATTEMPT_S = 3.0
 """How long one attempt may take: a lost SYN is sent again after 1 and 3 seconds."""
+
+RESOLVE_S = 5.0
+"""How long the resolver may take over a name to listen on."""
 
 OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -88,31 +92,38 @@ def _is_ipv6(host: str) -> bool:
 
 def listen(address: Address, *, backlog: int = 64) -> socket.socket:
     """A listening socket, close-on-exec; port 0 takes a free one, which ``address_of`` names. ``[::]`` takes both
-    families. Raises SettingsError where ``address`` cannot be listened on."""
-    if not address.literal:
-        raise SettingsError(
-            f"{address} cannot be listened on",
-            observed=f"host {address.host!r}",
-            expected="an IPv4 or IPv6 address of this machine, 0.0.0.0 or [::]",
-        )
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    families. Raises SettingsError where ``address`` cannot be listened on, or is a name of several addresses: some
+    would not be listened on, and nobody would know which."""
+    try:
+        found = sorted({sockaddr[:2] for _, sockaddr in _resolve(address, time.monotonic() + RESOLVE_S)})
+    except OSError as error:
+        raise _not_listened_on(address, error.strerror or str(error)) from None
+    if len(found) != 1:
+        raise _not_listened_on(address, "it is " + " and ".join(host for host, _ in found))
+    host = found[0][0]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         for option in ((socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), *OPTIONS):
             sock.setsockopt(*option)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind((address.host, address.port))
+        sock.bind((host, address.port))
         sock.listen(backlog)
     except OSError as error:
         sock.close()
-        raise SettingsError(
-            f"{address} cannot be listened on",
-            observed=error.strerror or str(error),
-            consequence="The engine was not started",
-            next_step="choose another address or port in --listen",
-        ) from None
+        raise _not_listened_on(address, error.strerror or str(error)) from None
     return sock
+
+
+def _not_listened_on(address: Address, observed: str) -> SettingsError:
+    return SettingsError(
+        f"{address} cannot be listened on",
+        observed=observed,
+        expected="a free port of one address of this machine, or of 0.0.0.0 or [::]",
+        consequence="The engine was not started",
+        next_step="choose another address or port in --listen",
+    )
 
 
 def adopt(fd: int, address: Address) -> socket.socket:

@@ -374,6 +374,10 @@ def test_a_secret_on_a_read_only_mount_may_be_readable(tmp_path: Path, mode: int
         assert not _mount(["-o", "remount,ro", str(folder)])
         if good:
             assert read_token(folder / "token").authorization == Token(SECRET).authorization
+            assert not _mount(["-o", "remount,rw", str(folder)])
+            os.chown(folder / "token", 12345, 12345)  # compose binds the file of the user who started it
+            assert not _mount(["-o", "remount,ro", str(folder)])
+            assert read_token(folder / "token").authorization == Token(SECRET).authorization
         else:
             with pytest.raises(SettingsError, match="mode 0666"):
                 read_token(folder / "token")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -141,13 +142,28 @@ def test_the_ipv6_wildcard_takes_ipv4_too() -> None:
             tcp.connect(Address(host, port), deadline=time.monotonic() + 5).close()
 
 
-def test_a_taken_port_an_odd_address_and_a_name_are_refused() -> None:
+def test_a_taken_port_an_odd_address_and_an_unknown_name_are_refused() -> None:
     with tcp.listen(Address("127.0.0.1", 0)) as listener, pytest.raises(SettingsError, match="Address already in use"):
         tcp.listen(tcp.address_of(listener))
     with pytest.raises(SettingsError, match="cannot be listened on"):
         tcp.listen(Address("192.0.2.1", 0))  # TEST-NET: nobody's address
-    with pytest.raises(SettingsError, match="an IPv4 or IPv6 address of this machine"):
-        tcp.listen(Address("localhost", 0))
+    with pytest.raises(SettingsError, match=r"tcp://nowhere.invalid:0 cannot be listened on \(observed: .*a free port"):
+        tcp.listen(Address("nowhere.invalid", 0))
+
+
+def test_a_name_is_listened_on_where_this_machine_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"one.link": ["127.0.0.9"], "two.link": ["127.0.0.9", "127.0.0.8"]}
+    real = socket.getaddrinfo
+
+    def resolver(host: str, *args: Any, **options: Any) -> Any:
+        return [each for literal in names.get(host, [host]) for each in real(literal, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    with tcp.listen(Address("one.link", 0)) as listener:
+        assert tcp.address_of(listener).host == "127.0.0.9"
+        tcp.connect(tcp.address_of(listener), deadline=time.monotonic() + 5).close()
+    with pytest.raises(SettingsError, match="observed: it is 127.0.0.8 and 127.0.0.9;"):
+        tcp.listen(Address("two.link", 0))
 
 
 def test_nobody_there_is_an_error_at_the_deadline_with_its_cause() -> None:
