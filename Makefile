@@ -8,7 +8,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 
 # Unset ones keep the defaults of docker/up; `make X=y` and `X=y make` are the same.
-export SECCOMP MODEL DTYPE STEPS SEED PORT THREADS DETACH ENGINE_TIMEOUT ENGINE_ARGS OUT PROJECT TAG BASE_IMAGE TORCH_INDEX UPGRADE PROFILES
+export ENGINES SECCOMP MODEL DTYPE STEPS SEED PORT THREADS DETACH ENGINE_TIMEOUT ENGINE_ARGS OUT PROJECT TAG BASE_IMAGE TORCH_INDEX UPGRADE PROFILES
 
 BIN := .venv/bin
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
@@ -17,7 +17,11 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(she
 
 .PHONY: up-colocated
 up-colocated: wheels ## Train a model while vLLM serves it from another container
-	@docker/up
+	@LAYOUT=colocated docker/up
+
+.PHONY: up-disagg
+up-disagg: wheels ## The same with ENGINES=n engines (2) that share nothing with the trainer but one network
+	@LAYOUT=disagg docker/up
 
 .PHONY: down
 down: ## End this checkout's stack (the prepared model stays)

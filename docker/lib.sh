@@ -4,8 +4,10 @@
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # One project per checkout, so that two of them do not collide. PROJECT= overrides.
 export COMPOSE_PROJECT_NAME=${PROJECT:-syncstack-$(pwd -P | cksum | cut -d' ' -f1)}
-export DOCKER_BUILDKIT=1 COMPOSE_PROFILES=colocated COMPOSE_IGNORE_ORPHANS=1
-export SECCOMP=${SECCOMP:-restrictive} PORT=${PORT:-8000}
+export LAYOUT=${LAYOUT:-colocated} SECCOMP=${SECCOMP:-restrictive} PORT=${PORT:-8000}
+export DOCKER_BUILDKIT=1 COMPOSE_PROFILES=${COMPOSE_PROFILES:-$LAYOUT} COMPOSE_IGNORE_ORPHANS=1
+# The secret of the disagg layout; written by docker/up, removed by docker/down.
+export TOKEN_FILE=$PWD/.run/$COMPOSE_PROJECT_NAME.token
 
 # refuse TEXT: bad input; one line, exit 2. Nothing has been started when it is called.
 refuse() {

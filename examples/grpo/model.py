@@ -30,8 +30,9 @@ VERSION = "0.1.2"
 MARKER = "syncstack-model.json"
 
 
-def prepare(out: Path) -> ModelFolder:
-    """Return the prepared folder ``out``, making it first if it is not there (about half a minute, 1.5 GB of memory).
+def prepare(out: Path, copy_of: Path | None = None) -> ModelFolder:
+    """Return the prepared folder ``out``, making it first if it is not there (about half a minute, 1.5 GB of memory),
+    or copying it from ``copy_of``, another prepared folder.
 
     It is written beside ``out`` and renamed into place, under a lock, so a crash or a second caller never leaves half
     of it. Blocks while another process prepares the same folder. Raises ModelFolderError when ``out`` holds something
@@ -50,7 +51,7 @@ def prepare(out: Path) -> ModelFolder:
                 consequence="It was left alone",
                 next_step=f"remove it, or name another folder: rm -r {out}",
             )
-        _publish(out)
+        _publish(out, copy_of)
     return validate(out)
 
 
@@ -63,14 +64,17 @@ def is_complete(out: Path) -> bool:
         return False
 
 
-def _publish(out: Path) -> None:
-    """Convert into a temporary folder beside ``out`` and rename it. The caller holds the lock."""
+def _publish(out: Path, copy_of: Path | None) -> None:
+    """Convert or copy into a temporary folder beside ``out`` and rename it. The caller holds the lock."""
     prefix = f".{out.name}.tmp-"
     for stale in out.parent.glob(f"{prefix}*"):  # of a run that was killed: we hold the lock, nobody uses it
         shutil.rmtree(stale)
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
     try:
-        _convert(find_gguf(), temporary)
+        if copy_of is None:
+            _convert(find_gguf(), temporary)
+        else:
+            _copy(copy_of, temporary)
         validate(temporary)
         files = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
         (temporary / MARKER).write_text(json.dumps({"source": f"{PACKAGE} {VERSION}", "files": files}, indent=1))
@@ -81,6 +85,14 @@ def _publish(out: Path) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _copy(prepared: Path, folder: Path) -> None:
+    if not is_complete(prepared):
+        raise ModelFolderError(f"{prepared} is not a prepared folder", expected=f"a valid {MARKER} in it")
+    for file in prepared.iterdir():
+        if file.name != MARKER:  # written anew when all is there
+            shutil.copyfile(file, folder / file.name)
 
 
 def find_gguf() -> Path:
@@ -139,9 +151,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.grpo.model", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="where the reference model is kept")
     parser.add_argument("--model", default="", help="use this Hugging Face folder; it is checked, not copied")
+    parser.add_argument("--copy-of", type=Path, help="copy this prepared folder instead of converting the package's")
     options = parser.parse_args(arguments)
     try:
-        folder = validate(Path(options.model)) if options.model else prepare(options.out)
+        folder = validate(Path(options.model)) if options.model else prepare(options.out, options.copy_of)
     except SyncstackError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

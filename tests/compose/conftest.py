@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.compose.stack import ROOT, STARTED, Stack, check, free_port, run
+from tests.compose.stack import LAYOUTS, ROOT, STARTED, Stack, check, free_port, run
 
 PROJECT = f"syncstack-test-{os.getpid()}"
 UP_DEADLINE_S = 1200
@@ -39,15 +39,15 @@ def project(docker: None) -> Iterator[str]:
     check("docker/down", "--volumes", timeout_s=120, PROJECT=PROJECT)
 
 
-@pytest.fixture(scope="session", params=STARTED)
+@pytest.fixture(scope="session", params=[(layout, profile) for layout in LAYOUTS for profile in STARTED], ids="-".join)
 def stack(request: pytest.FixtureRequest, project: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """`make up-colocated STEPS=2 DETACH=1` under one profile. Takes a minute or two; images must be built."""
-    profile: str = request.param
-    out, port = tmp_path_factory.mktemp(profile), free_port()
-    variables = {"SECCOMP": profile, "PROJECT": project, "PORT": str(port)}
+    """`make up-LAYOUT STEPS=2 DETACH=1` under one profile. Takes a minute or two; images must be built."""
+    layout, profile = request.param
+    out = tmp_path_factory.mktemp(profile)
+    variables = {"LAYOUT": layout, "SECCOMP": profile, "PROJECT": project, "PORT": str(free_port())}
     output = check(
         "make",
-        "up-colocated",
+        f"up-{layout}",
         timeout_s=UP_DEADLINE_S,
         STEPS="2",
         DETACH="1",
@@ -55,17 +55,21 @@ def stack(request: pytest.FixtureRequest, project: str, tmp_path_factory: pytest
         ENGINE_TIMEOUT="600",
         **variables,
     )
+    services = {"engine-0": "engine"} if layout == "colocated" else {name: name for name in ("engine-0", "engine-1")}
+    trainer = "trainer" if layout == "colocated" else "trainer-disagg"
+
+    def compose(command: str) -> str:
+        return check("bash", "-c", f". docker/lib.sh; compose {command}", **variables).strip()
+
     try:
         sibling = f"{project}-sibling"
-        compose = f". docker/lib.sh; compose run --detach --no-deps --name {sibling} trainer sleep 600"
-        check("bash", "-c", compose, **variables)
-        engine = check("bash", "-c", ". docker/lib.sh; compose ps --quiet engine", **variables).strip()
+        compose(f"run --detach --no-deps --name {sibling} {trainer} sleep 600")
         yield Stack(
+            layout=layout,
             profile=profile,
-            port=port,
             out=out,
             output=output,
-            engine=engine,
+            engines={name: compose(f"ps --quiet {service}") for name, service in services.items()},
             trainer=f"{project}-trainer",
             sibling=sibling,
         )

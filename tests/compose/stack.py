@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+LAYOUTS = ("colocated", "disagg")
 PROFILES = ("restrictive", "permissive", "docker-default", "unconfined")
 STARTED = tuple(os.environ.get("PROFILES", "").split()) or PROFILES
 """Profiles whose stack is started: all, unless the variable PROFILES names some (CI has one job for each)."""
@@ -20,18 +21,28 @@ STARTED = tuple(os.environ.get("PROFILES", "").split()) or PROFILES
 class Stack:
     """A stack that has trained and still serves (DETACH=1)."""
 
+    layout: str
     profile: str
-    port: int
     out: Path
     """Where the host got the results."""
     output: str
     """What `make up-colocated` printed."""
-    engine: str
-    """Id of the engine's container, which runs."""
+    engines: dict[str, str]
+    """Ids of the engines' containers, which run, by the engine's name."""
     trainer: str
     """Id of the container that trained, which has ended."""
     sibling: str
     """Id of another container of the trainer's service, which sleeps: the same settings, but one can look into it."""
+
+    @property
+    def engine(self) -> str:
+        """Id of the first engine's container."""
+        return self.engines["engine-0"]
+
+    def url(self, name: str) -> str:
+        """Where the API of an engine answers on this host."""
+        (where,) = inspect(self.engines[name])["NetworkSettings"]["Ports"]["8000/tcp"]
+        return f"http://{where['HostIp']}:{where['HostPort']}"
 
     @property
     def report(self) -> dict[str, Any]:

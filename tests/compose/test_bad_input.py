@@ -1,4 +1,4 @@
-"""Bad input to `make up-colocated`: one clear line, exit 2, and nothing was started."""
+"""Bad input to `make up-colocated` and `make up-disagg`: one clear line, exit 2, and nothing was started."""
 
 from __future__ import annotations
 
@@ -51,6 +51,23 @@ def test_not_a_positive_number(variable: str, value: str) -> None:
 
 def test_port_beyond_the_last() -> None:
     refused("PORT", PORT="65536")
+
+
+@pytest.mark.parametrize("value", ["0", "two", "-1"])
+def test_engines_that_are_no_number(value: str) -> None:
+    refused(f"ENGINES is not a positive number (observed: {value})", LAYOUT="disagg", ENGINES=value)
+
+
+def test_more_engines_than_there_are() -> None:
+    refused("ENGINES is more than compose.yaml has (observed: 9; expected: at most 8)", LAYOUT="disagg", ENGINES="9")
+
+
+def test_several_engines_colocated() -> None:
+    refused("the colocated layout has one engine (observed: ENGINES=2). Next: make up-disagg", ENGINES="2")
+
+
+def test_unknown_layout() -> None:
+    refused("LAYOUT names no layout (observed: apart; expected: colocated or disagg)", LAYOUT="apart")
 
 
 def test_unknown_dtype() -> None:
@@ -130,7 +147,8 @@ def test_compose_missing(tmp_path: Path) -> None:
     refused("no compose plugin", PATH=path_with(tmp_path, none))
 
 
-def test_make_passes_the_exit_on() -> None:
-    result = run("make", "up-colocated", SECCOMP="strict", PROJECT=PROJECT)
+@pytest.mark.parametrize("target", ["up-colocated", "up-disagg"])
+def test_make_passes_the_exit_on(target: str) -> None:
+    result = run("make", target, SECCOMP="strict", PROJECT=PROJECT)
     assert result.returncode == 2
     assert "error: SECCOMP names no profile" in result.stdout

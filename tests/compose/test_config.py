@@ -9,13 +9,18 @@ import pytest
 
 from tests.compose.stack import PROFILES, check
 
-SERVICES = {"model", "engine", "trainer"}
+SERVICES = {
+    "colocated": {"model", "engine", "trainer"},
+    "disagg": {"model", "engine-model", "engine-0", "engine-1", "trainer-disagg"},
+    "disagg-more": {f"engine-{number}" for number in range(2, 8)},
+}
 
 
-def resolved(*files: str, **variables: str) -> dict[str, Any]:
+def resolved(*files: str, layouts: tuple[str, ...] = ("colocated",), **variables: str) -> dict[str, Any]:
     """The resolved project. ``files`` are added to compose.yaml."""
     arguments = [argument for file in ("compose.yaml", *files) for argument in ("--file", file)]
-    output = check("docker", "compose", *arguments, "--profile", "colocated", "config", "--format", "json", **variables)
+    arguments += [argument for layout in layouts for argument in ("--profile", layout)]
+    output = check("docker", "compose", *arguments, "config", "--format", "json", **variables)
     project: dict[str, Any] = json.loads(output)
     return project
 
@@ -23,7 +28,7 @@ def resolved(*files: str, **variables: str) -> dict[str, Any]:
 def by_profile(profile: str) -> dict[str, Any]:
     """The resolved project under a profile, with the override that docker/lib.sh takes for it."""
     builtin = profile in ("docker-default", "unconfined")
-    return resolved(*([f"docker/compose.{profile}.yaml"] if builtin else []), SECCOMP=profile)
+    return resolved(*([f"docker/compose.{profile}.yaml"] if builtin else []), layouts=(*SERVICES,), SECCOMP=profile)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -31,7 +36,7 @@ def test_every_service_is_hardened(profile: str) -> None:
     project = by_profile(profile)
     filters = {"docker-default": [], "unconfined": ["seccomp=unconfined"]}
     expected = ["no-new-privileges:true", *filters.get(profile, [f"seccomp=./seccomp/{profile}.json"])]
-    assert set(project["services"]) == SERVICES
+    assert set(project["services"]) == set().union(*SERVICES.values())
     for name, service in project["services"].items():
         assert service["security_opt"] == expected, name
         assert (service["user"], service["cap_drop"], service["read_only"]) == ("10001:10001", ["ALL"], True), name
@@ -52,14 +57,39 @@ def test_the_agreement_test_hardens_its_containers_alike() -> None:
     assert [name for name, service in cells.items() if "pid" in service] == ["trainer-pid"]
 
 
+@pytest.mark.parametrize("layout", ["colocated", "disagg"])
+def test_a_layout_starts_its_services(layout: str) -> None:
+    assert set(resolved(layouts=(layout,))["services"]) == SERVICES[layout]
+
+
+def test_engines_apart_differ_in_name_and_address_only() -> None:
+    services = resolved(layouts=("disagg", "disagg-more"))["services"]
+    engines = {name: services[name] for name in sorted(services) if name.startswith("engine-") and name[-1].isdigit()}
+    assert list(engines) == [f"engine-{number}" for number in range(8)]
+    for name, engine in engines.items():
+        environment = engine["environment"]
+        assert environment.pop("SYNCSTACK_ENGINE_NAME") == name
+        assert environment.pop("SYNCSTACK_LISTEN") == f"tcp://{name}.link:7000"
+        assert engine.pop("networks") == {"engines": {}, "link": {"aliases": [f"{name}.link"]}}
+        engine.pop("profiles", None)
+        assert engine == engines["engine-0"], name
+
+
 def test_the_default_profile_is_restrictive() -> None:
-    options = {service["security_opt"][1] for service in resolved(SECCOMP="")["services"].values()}
+    options = {
+        service["security_opt"][1] for service in resolved(SECCOMP="", layouts=(*SERVICES,))["services"].values()
+    }
     assert options == {"seccomp=./seccomp/restrictive.json"}
 
 
 def test_the_engine_answers_on_loopback_only() -> None:
-    ports = [port for service in resolved(PORT="8123")["services"].values() for port in service.get("ports", [])]
-    assert [(port["host_ip"], port["published"]) for port in ports] == [("127.0.0.1", "8123")]
+    services = resolved(PORT="8123", layouts=(*SERVICES,))["services"]
+    ports = {name: port for name, service in services.items() for port in service.get("ports", [])}
+    assert {port["host_ip"] for port in ports.values()} == {"127.0.0.1"}
+    assert {name: port.get("published") for name, port in ports.items()} == {
+        "engine": "8123",
+        **{f"engine-{number}": None for number in range(8)},  # any that is free
+    }
 
 
 def test_gpu_file_adds_one_device_and_keeps_the_hardening() -> None:
@@ -75,7 +105,8 @@ def test_gpu_file_adds_one_device_and_keeps_the_hardening() -> None:
 
 
 def test_a_model_folder_is_mounted_read_only() -> None:
-    project = resolved("docker/compose.model.yaml", MODEL="/somewhere/model", MODEL_PATH="/model")
+    variables = {"MODEL": "/somewhere/model", "MODEL_PATH": "/model"}
+    project = resolved("docker/compose.model.yaml", layouts=(*SERVICES,), **variables)
     for name, service in project["services"].items():
         mounts = [volume for volume in service["volumes"] if volume["type"] == "bind"]
         assert [(mount["source"], mount["target"], mount["read_only"]) for mount in mounts] == [

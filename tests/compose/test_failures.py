@@ -1,4 +1,4 @@
-"""`make up-colocated` that fails or is interrupted: the reason, a non-zero exit, and nothing left running."""
+"""A stack that fails to come up or is interrupted: the reason, a non-zero exit, and nothing left running."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ def test_engine_that_ends_while_starting(variables: dict[str, str]) -> None:
     assert last.startswith("error: the engine ended while starting (exit status "), result.stdout
     assert "no-such-option" in last
     assert containers(variables["PROJECT"]) == []
+
+
+def test_one_engine_of_several_that_ends_while_starting(variables: dict[str, str]) -> None:
+    result = run("docker/up", timeout_s=600, LAYOUT="disagg", ENGINE_ARGS="--no-such-option", **variables)
+    assert result.returncode == 1, result.stdout
+    assert result.stdout.splitlines()[-1].startswith("error: the engine ended while starting (exit status ")
+    assert containers(variables["PROJECT"]) == []
+    assert not list((ROOT / ".run").glob(f"{variables['PROJECT']}*")), "the token was left"
 
 
 def test_engine_that_is_not_ready_in_time(variables: dict[str, str]) -> None:
@@ -61,7 +69,7 @@ def test_interrupt(variables: dict[str, str]) -> None:
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("starting the engine"):
+        if line.startswith("starting engine"):
             break
     os.killpg(process.pid, signal.SIGINT)  # what the terminal does on Ctrl-C
     process.communicate(timeout=120)
