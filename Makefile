@@ -73,6 +73,10 @@ test-process: dev ## Trainer and engine as real processes under each profile
 test-compose: dev images ## The real containers, once per profile (PROFILES="a b": these only)
 	$(BIN)/pytest tests/compose
 
+.PHONY: faults
+faults: dev ## docs/faults.md from a run of every fault in every phase
+	FAULTS_TABLE=docs/faults.md $(BIN)/pytest tests/process/test_faults.py
+
 .PHONY: bench
 bench: dev ## The transport against one memcpy and one digest of the same bytes
 	$(BIN)/python -m bench

@@ -47,6 +47,12 @@ class Settings(BaseSettings):
     wire_dtype: Literal["checkpoint", "engine"] = "engine"
     """Dtype of floating-point weights on the way, chosen by the engine's side: the one it computes in, or that of its
     model folder (half the bytes for a float32 engine, but a trainer's small steps are rounded away)."""
+    min_engines: int = Field(default=0, ge=0)
+    """Engines that must be left for a refit to go on without one that fails; 0: all are needed. One that was left
+    behind is taken in again by the first refit after it answers."""
+    wait_for_refit: bool = False
+    """An engine's side: refuse requests until the first refit. A restarted engine has the weights of its model folder,
+    which are older than what the others serve."""
     engine_ready_s: float = Field(default=300.0, gt=0)
     """How long to wait for an engine to answer its control endpoint."""
     control_s: float = Field(default=30.0, gt=0)
@@ -61,6 +67,8 @@ class Settings(BaseSettings):
     """Deadline for running requests to end when ``pause_mode`` is ``wait``."""
     heartbeat_s: float = Field(default=0.5, gt=0)
     """Interval of the lease's heartbeat, set by the engine's side. A trainer waits for four and a second."""
+    stall_s: float = Field(default=60.0, gt=0)
+    """An engine's side: how long it stands between two steps for a trainer that lives but does nothing."""
     bucket_bytes: int = Field(default=8 << 20, ge=4096)
     """Bytes after which the receiver is told what it may read already."""
 

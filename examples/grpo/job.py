@@ -66,6 +66,8 @@ class Run:
             self.text = Text(AutoTokenizer.from_pretrained(ctx.model), task)
             # eval(): no dropout, so that the ratio of trainer to engine is 1 up to rounding.
             self.model = AutoModelForCausalLM.from_pretrained(ctx.model, dtype=torch.float32).eval()
+        self.current: list[str] = []
+        """Engines that have the last version."""
         self.trainer = Trainer(self.model, learning_rate=LEARNING_RATE)
         engine = ctx.engines[0].info
         self.checker = Checker(
@@ -86,9 +88,10 @@ class Run:
         """Move the weights, then prove it."""
         with self.ctx.recorder.phase("refit"):
             reports = coordinator.refit(version)
+        self.current = [report.engine for report in reports]
         with self.ctx.recorder.phase("parity"):
-            scores = self.engines.prompt_logprobs(self.checker.tokens, version=version)
-            parity = self.checker.check(scores)
+            scores = self.engines.prompt_logprobs(self.checker.tokens, names=self.current, version=version)
+            parity = dict(zip(scores, self.checker.check(scores), strict=True))
         self.ctx.recorder.refit(reports, parity)
 
     def step(self, step: int) -> None:
@@ -122,6 +125,7 @@ class Run:
         encoded = [self.text.encode(prompt) for prompt in prompts]
         drawn = self.engines.sample(
             encoded,
+            names=self.current,
             n=SAMPLES_PER_PROMPT,
             max_tokens=self.task.max_tokens,
             stop_tokens=self.text.stop_tokens,

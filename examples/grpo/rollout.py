@@ -119,7 +119,7 @@ class Engines:
     """All engines of a run, by name; the prompts of a step are spread over them. Used from one thread.
 
     An engine that does not answer, or whose weights are not those that were asked for, gets no more of this step: its
-    prompts go to the others. That is said once for each engine.
+    prompts go to the others. That is said once for each engine. Names are those of the engines' control endpoints.
     """
 
     def __init__(self, apis: Mapping[str, EngineApi]) -> None:
@@ -131,13 +131,15 @@ class Engines:
         for api in self._apis.values():
             api.close()
 
-    def sample(self, prompts: Sequence[list[int]], *, n: int, seed: int, **options: Any) -> list[list[Sample]]:
-        """``n`` completions for each prompt, in order: see :meth:`EngineApi.sample`.
+    def sample(
+        self, prompts: Sequence[list[int]], *, names: Sequence[str], n: int, seed: int, **options: Any
+    ) -> list[list[Sample]]:
+        """``n`` completions for each prompt, in order, from the engines of these names: see :meth:`EngineApi.sample`.
 
         One request a prompt, so that each has its own noise; an engine batches its share. Blocks until all are done.
         Raises the last engine's error when none is left.
         """
-        left = dict(self._apis)
+        left = {name: self._apis[name] for name in names}
 
         def one(index: int) -> list[Sample]:
             while True:
@@ -162,9 +164,19 @@ class Engines:
             self._told.add(name)
             log.warning("%s gets no more prompts of this step: %s", name, error)
 
-    def prompt_logprobs(self, tokens: list[int], *, version: int) -> dict[str, list[float]]:
-        """:meth:`EngineApi.prompt_logprobs` of every engine: what one of them cannot answer is an error."""
-        return {name: api.prompt_logprobs(tokens, version=version) for name, api in self._apis.items()}
+    def prompt_logprobs(self, tokens: list[int], *, names: Sequence[str], version: int) -> dict[str, list[float]]:
+        """:meth:`EngineApi.prompt_logprobs` of each of these engines that lives: a refusal is an error, and so is
+        another version; somebody who went away is not, unless it was the last."""
+        found, gone = dict[str, list[float]](), list[EngineUnreachable]()
+        for name in names:
+            try:
+                found[name] = self._apis[name].prompt_logprobs(tokens, version=version)
+            except EngineUnreachable as error:
+                gone.append(error)
+                self._tell(name, error)
+        if not found:
+            raise gone[0]
+        return found
 
 
 def _sample(choice: dict[str, Any]) -> Sample:

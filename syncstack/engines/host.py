@@ -46,9 +46,10 @@ async def start_control(host: EngineHost, state: EngineState, settings: Settings
         state=state,
         workers=tuple(sorted(workers, key=lambda worker: worker.rank)),
         heartbeat_s=settings.heartbeat_s,
+        stall_s=settings.stall_s,
     )
     sockets = control_sockets(listen, settings)
-    state.started()
+    state.started(held=settings.wait_for_refit)
     return asyncio.get_running_loop().create_task(_serve(control, sockets, token, listen))
 
 

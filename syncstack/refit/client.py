@@ -99,19 +99,21 @@ class EngineClient:
         """
         return cls(dial(address, settings), settings)
 
-    def renew(self) -> None:
-        """Ask the engine anew who it is: it may have been restarted. Waits for it as ``connect`` does."""
-        deadline = time.monotonic() + self._settings.engine_ready_s
+    def renew(self, wait_s: float | None = None) -> None:
+        """Ask the engine anew who it is: it may have been restarted. Waits as ``connect`` does, or for ``wait_s``."""
+        wait_s = self._settings.engine_ready_s if wait_s is None else wait_s
+        deadline = time.monotonic() + wait_s
         while True:
+            answer_s = min(self._settings.control_s, max(0.1, deadline - time.monotonic()))
             try:
                 self._dial.probe(deadline=min(deadline, time.monotonic() + PROBE_S))
                 self.reset()  # to the address that answered
-                self.info = self._call("GET", "/hello", EngineInfo, deadline_s=self._settings.control_s)
+                self.info = self._call("GET", "/hello", EngineInfo, deadline_s=answer_s)
                 break
             except (EngineUnreachable, DeadlineExceeded) as error:
                 if time.monotonic() >= deadline:
                     raise EngineNotReady(
-                        f"engine {self._dial.name} did not become ready within {self._settings.engine_ready_s:g} s",
+                        f"engine {self._dial.name} did not become ready within {wait_s:g} s",
                         observed=str(error),
                         next_step=f"look at the engine's log; {self._dial.hint}",
                     ) from None
@@ -161,9 +163,10 @@ class EngineClient:
         """The engine's state now."""
         return self._call("GET", "/state", StateReport, deadline_s=self._settings.control_s)
 
-    def begin(self, session: str, version: int, tensors: tuple[ParamMeta, ...]) -> Lease:
-        """Open a session. Raises ManifestMismatch or EngineBusy; nothing has changed then."""
-        body = msgspec.json.encode(BeginRequest(session=session, version=version, tensors=tensors))
+    def begin(self, session: str, version: int, tensors: tuple[ParamMeta, ...], *, stand_s: float = 0.0) -> Lease:
+        """Open a session. ``stand_s``: see BeginRequest. Raises ManifestMismatch or EngineBusy; nothing has changed
+        then."""
+        body = msgspec.json.encode(BeginRequest(session=session, version=version, tensors=tensors, stand_s=stand_s))
         # A read timeout on the stream is the heartbeat's: an engine that is stopped is noticed without our asking.
         silence = self.info.heartbeat_s * BEATS_BEFORE_LOST + 1.0
         timeout = httpx.Timeout(self._settings.control_s, read=silence)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
@@ -23,9 +22,6 @@ from syncstack.wire.messages import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
-
-STALL_S = 60.0
-"""How long an engine may stand between two steps before it takes its trainer for hung."""
 
 RESUME_S = 10.0
 """How long an engine may take to resume, or a worker to drop a session."""
@@ -66,13 +62,22 @@ class Control:
     """One engine's sessions. All methods run on one event loop; steps are serialised by one lock."""
 
     def __init__(
-        self, *, name: str, host: EngineHost, state: EngineState, workers: tuple[WorkerInfo, ...], heartbeat_s: float
+        self,
+        *,
+        name: str,
+        host: EngineHost,
+        state: EngineState,
+        workers: tuple[WorkerInfo, ...],
+        heartbeat_s: float,
+        stall_s: float = 60.0,
     ) -> None:
         self._name = name
         self._host = host
         self.state = state
         self._workers = workers
         self._heartbeat_s = heartbeat_s
+        self._stall_s = stall_s
+        self._stand_s = stall_s
         self._lock = asyncio.Lock()
         self._ended: dict[str, str] = {}
         self._change = asyncio.Event()
@@ -101,6 +106,7 @@ class Control:
         async with self._lock:
             replaced = self.state.session
             self.state.begin(request.version, request.session)
+            self._stand_s = max(self._stall_s, request.stand_s)
             self._expect = fingerprint(request.version, request.tensors)
             if replaced is not None and replaced != request.session:
                 await self._finish(replaced)
@@ -112,7 +118,8 @@ class Control:
             while self.state.session == session:
                 yield ""
                 if self._stalled():
-                    await self._abandon(session, f"its trainer did nothing for {STALL_S:g} s while the engine stood")
+                    what = f"its trainer did nothing for {self._stand_s:g} s while the engine stood"
+                    await self._abandon(session, what)
                     continue
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._change.wait(), self._heartbeat_s)
@@ -127,7 +134,7 @@ class Control:
     def _stalled(self) -> bool:
         """Whether the engine stands between two steps, and has for too long: its trainer lives but does nothing."""
         standing = self.state.step in (Step.PAUSED, Step.LOADING, Step.VERIFIED, Step.COMMITTED)
-        return standing and not self._lock.locked() and time.time() - self.state.since > STALL_S
+        return standing and not self._lock.locked() and self.state.stood_s > self._stand_s
 
     async def _abandon(self, session: str, reason: str) -> None:
         async with self._lock:

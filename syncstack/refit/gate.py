@@ -74,6 +74,8 @@ class Gate:
         state = self._state
         dirty = state.step is Step.DIRTY or bool(state.reason)
         updating = f"weights are being updated ({state.step})"
+        if state.held:
+            updating = f"the engine waits for its first refit ({state.step})"
         message = f"the engine refuses to serve: {state.reason}" if dirty else updating
         headers = [(VERSION_HEADER, str(state.version).encode())]
         if not dirty:

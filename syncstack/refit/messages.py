@@ -55,11 +55,15 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /begin``. The answer is a stream that lives as long as the session: the trainer's lease."""
+    """``POST /begin``. The answer is a stream that lives as long as the session: the trainer's lease.
+
+    ``stand_s``: how long the engine may have to stand between two steps, for other engines of the same refit.
+    """
 
     session: Session
     version: Annotated[int, Meta(ge=1, le=1 << 53)]
     tensors: Annotated[tuple[ParamMeta, ...], Meta(max_length=1 << 20)]
+    stand_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
 
 
 class LeaseLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -35,6 +35,7 @@ class Metrics:
             "syncstack_refits_slow", "Refits below half of the expected rate", _LABELS, registry=registry
         )
         self.failed = Counter("syncstack_refits_failed", "Refits that failed, by phase", ("phase",), registry=registry)
+        self.engines = Gauge("syncstack_engines", "Engines that take part in the refits", registry=registry)
         self.fallbacks = Counter(
             "syncstack_transport_refused", "Transports that a trial refused", ("transport",), registry=registry
         )

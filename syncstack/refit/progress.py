@@ -29,6 +29,11 @@ class Progress:
         self.staging = False
         """Whether bytes may have been written."""
 
+    @property
+    def where(self) -> str:
+        """The phase and the version, for a log line."""
+        return f"{self.phase} of version {self.version}"
+
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """The length of the block is the length of the phase."""

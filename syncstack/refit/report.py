@@ -33,5 +33,7 @@ class RefitReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors whose digest, as read by the engine, equals the trainer's. Equal to ``tensors`` or the refit failed."""
     cast_bytes: int = 0
     """Source bytes that were cast to the engine's dtype on the way."""
+    back_after_s: float = 0.0
+    """For how long the engine had been left behind before this refit brought it back; 0 if it had not."""
     unpinned: str = ""
     """Why values of a GPU went through memory that is not page-locked, and so slower; "" where they did not."""

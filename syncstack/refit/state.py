@@ -12,7 +12,8 @@
                                                              DIRTY ------------------> OPEN (still refusing requests)
 
 New requests are accepted in SERVING and in OPEN (bytes move beside the engine, its weights are untouched), unless the
-engine was dirty before. ``version`` is the version of the weights that are in, never of those that are coming.
+engine was dirty before, or is held until its first version is in. ``version`` is the version of the weights that are
+in, never of those that are coming.
 """
 
 from __future__ import annotations
@@ -70,21 +71,26 @@ class EngineState:
         self.session: str | None = None
         self.reason = ""
         self.since = time.time()
+        self._moved = time.monotonic()
         self.in_flight = 0
         """Requests that the gate has let in and that have not ended."""
         self.tainted = True
         """The weights may be mixed, or the engine is still starting: nothing may be served."""
+        self.held = False
+        """The first version has yet to come, and nothing is to be served before."""
         self.reachable = False
         """A trainer can get in: the control endpoint listens."""
 
     @property
     def accepts_requests(self) -> bool:
         """Whether a new request may enter."""
-        return self.step in (Step.SERVING, Step.OPEN) and not self.tainted
+        return self.step in (Step.SERVING, Step.OPEN) and not self.tainted and not self.held
 
-    def started(self) -> None:
-        """The engine has loaded its model folder, version 0, and its control endpoint listens."""
+    def started(self, *, held: bool = False) -> None:
+        """The engine has loaded its model folder, version 0, and its control endpoint listens. ``held``: it serves from
+        its first commit on."""
         assert self.step is Step.STARTING
+        self.held = held
         self.tainted = False
         self.reachable = True
         self._move(Step.SERVING)
@@ -113,7 +119,7 @@ class EngineState:
         if to is Step.COMMITTED:
             assert self.target is not None
             self.version = self.target
-            self.tainted = False
+            self.tainted = self.held = False
         elif to is Step.LOADING:
             self.tainted = True
         self._move(to)
@@ -161,6 +167,12 @@ class EngineState:
     def _move(self, step: Step) -> None:
         self.step = step
         self.since = time.time()
+        self._moved = time.monotonic()
+
+    @property
+    def stood_s(self) -> float:
+        """Seconds since the last transition, whatever was done to the clock."""
+        return time.monotonic() - self._moved
 
     def report(self) -> StateReport:
         """A snapshot."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from syncstack.plan import Choice
 from syncstack.refit.client import EngineClient, Lease
@@ -19,6 +20,12 @@ class Target:
         self.choices: list[Choice] = []
         """The plan of each link, in the same order."""
         self.lease: Lease | None = None
+        self.gone = False
+        """Whether a call that waited for it was cut off, because its process had gone."""
+        self.away_since: float | None = None
+        """On the monotonic clock: when it was left behind, if it has not served a version since."""
+        self.knock: Future[None] | None = None
+        """The last look whether it answers again."""
 
     @property
     def choice(self) -> Choice:

@@ -35,6 +35,7 @@ def _cut_off(future: concurrent.futures.Future[T], lost: Target, targets: Sequen
     concurrent.futures.wait([future], timeout=10 * WATCH_S)
     if future.done():
         return
+    lost.gone = True
     ended = lost.lease.ended if lost.lease is not None else ""
     for each in targets:
         each.drop_links()

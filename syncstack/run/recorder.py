@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,10 +57,9 @@ class Recorder:
         self._table.step(record)
         self._update(steps=steps, reward=summarise_reward(steps))
 
-    def refit(self, reports: Sequence[RefitReport], parity: Sequence[Parity] = ()) -> None:
-        """Add one version's refits, one for each engine, with the parity check of each in the same order, if any."""
-        checks = [*parity, *[Parity()] * (len(reports) - len(parity))]
-        records = [flatten(report, check) for report, check in zip(reports, checks, strict=True)]
+    def refit(self, reports: Sequence[RefitReport], parity: Mapping[str, Parity]) -> None:
+        """Add one version's refits, one for each engine, with the check of each engine that was checked, by name."""
+        records = [flatten(report, parity.get(report.engine, Parity())) for report in reports]
         self._table.refit(records)
         self._update(refits=[*self.report.refits, *records])
 
@@ -114,6 +113,7 @@ def flatten(report: RefitReport, parity: Parity) -> schema.RefitRecord:
         digests_compared=report.tensors,
         digests_matched=report.digests_equal,
         cast_bytes=report.cast_bytes,
+        back_after_s=report.back_after_s,
         unpinned=report.unpinned,
         max_abs_dlogprob=parity.max_abs_dlogprob,
         parity_tolerance=parity.tolerance,

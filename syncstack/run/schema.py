@@ -95,6 +95,8 @@ class RefitRecord(msgspec.Struct, frozen=True, kw_only=True):
     digests_compared: Count
     digests_matched: Count
     cast_bytes: Count = 0
+    back_after_s: Seconds = 0.0
+    """For how long the engine had been left behind before this refit brought it back; 0 if it had not."""
     unpinned: str = ""
     """Why values of a GPU went through memory that is not page-locked; "" where they did not."""
     max_abs_dlogprob: float | None = None

@@ -128,6 +128,11 @@ def summary(report: RunReport, where: str) -> str:
     if checked:
         tolerance = report.refits[-1].parity_tolerance
         lines.append(f"parity    largest |dlogprob| {max(checked):.1e}, tolerance {tolerance}")
+    lines += [
+        f"recovery  {refit.engine} with version {refit.version} after {refit.back_after_s:.1f} s"
+        for refit in report.refits
+        if refit.back_after_s
+    ]
     if report.outcome.status != "ok":
         lines.append(f"outcome   {report.outcome.status} in {report.outcome.phase}")
     lines.append(f"report    {where}")

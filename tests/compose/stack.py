@@ -46,9 +46,14 @@ class Stack:
 
     @property
     def report(self) -> dict[str, Any]:
-        (path,) = self.out.glob("*/report.json")
-        report: dict[str, Any] = json.loads(path.read_bytes())
-        return report
+        return read_report(self.out)
+
+
+def read_report(out: Path) -> dict[str, Any]:
+    """The report of the only run in a folder."""
+    (path,) = out.glob("*/report.json")
+    report: dict[str, Any] = json.loads(path.read_bytes())
+    return report
 
 
 def free_port() -> int:

@@ -14,7 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.process.warm import Warm, WarmProcess
+
 REPO = Path(__file__).parents[2]
+Process = subprocess.Popen[str] | subprocess.Popen[bytes] | WarmProcess
 PROFILES = ("permissive", "restrictive")
 START_S = 90.0
 
@@ -54,7 +57,18 @@ def under(profile: str | None, argv: list[str]) -> list[str]:
     """``argv``, run under a profile without a container; None: as it is."""
     if profile is None:
         return argv
-    return [sys.executable, "-m", "syncstack.cli", "seccomp", "run", str(REPO / f"seccomp/{profile}.json"), "--", *argv]
+    return [sys.executable, "-m", "syncstack.cli", "seccomp", "run", str(profile_path(profile)), "--", *argv]
+
+
+def profile_path(profile: str | None) -> str | None:
+    return None if profile is None else str(REPO / f"seccomp/{profile}.json")
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    made = Warm(environment(tmp_path_factory.mktemp("none")))
+    yield made
+    made.close()
 
 
 def environment(socket_dir: Path) -> dict[str, str]:
@@ -81,20 +95,29 @@ class Engine:
         slow_s: float,
         env: Mapping[str, str] | None = None,
         wrap: Sequence[str] = (),
+        name: str = "engine-0",
+        warm: Warm | None = None,
     ) -> None:
+        """``warm``: start it from there, unless it is wrapped."""
         self.url = f"http://127.0.0.1:{port}"
-        self.address = f"unix:{socket_dir}/engine-0"
-        self.log_path = socket_dir / "engine.log"
-        argv = [sys.executable, str(REPO / "tests/process/slow_engine.py"), str(slow_s), "engine", "reference"]
-        argv += ["--model", str(model), "--port", str(port)]
+        self.address = f"unix:{socket_dir}/{name}"
+        self.log_path = socket_dir / f"{name}.log"
+        script = REPO / "tests/process/slow_engine.py"
+        argv = [str(slow_s), "engine", "reference", "--model", str(model), "--port", str(port), "--name", name]
+        environ = {**environment(socket_dir), **(env or {})}
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*wrap, *under(profile, argv)],
-                env={**environment(socket_dir), **(env or {})},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self.process: Process
+            if warm is not None and not wrap:
+                path = profile_path(profile)
+                self.process = WarmProcess(warm, script, argv, env=environ, profile=path, stdout=log, stderr=log)
+            else:
+                self.process = subprocess.Popen(
+                    [*wrap, *under(profile, [sys.executable, str(script), *argv])],
+                    env=environ,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         self._await_health()
 
     def _await_health(self) -> None:
@@ -112,12 +135,12 @@ class Engine:
     def log(self) -> str:
         return self.log_path.read_text()[-4000:]
 
-    def complete(self) -> httpx.Response:
+    def complete(self, timeout: float = 30) -> httpx.Response:
         """Greedy log-probabilities of a fixed prompt."""
         return httpx.post(
             self.url + "/v1/completions",
             json={"prompt": [5, 6, 7, 8], "max_tokens": 4},
-            timeout=30,
+            timeout=timeout,
             follow_redirects=True,
         )
 
@@ -134,7 +157,7 @@ class Engine:
         if self.process.poll() is None:
             self.kill(signal.SIGCONT)
             self.kill()
-        self.process.wait()
+        self.process.communicate()
 
 
 @pytest.fixture
@@ -154,11 +177,11 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def start_engine(socket_dir: Path, model: Path) -> Iterator[Callable[..., Engine]]:
+def start_engine(socket_dir: Path, model: Path, warm: Warm) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def start(*, model: Path = model, profile: str | None = None, slow_s: float = 0.0, **where: Any) -> Engine:
-        engines.append(Engine(socket_dir, model, free_port(), profile, slow_s, **where))
+        engines.append(Engine(socket_dir, model, free_port(), profile, slow_s, warm=warm, **where))
         return engines[-1]
 
     yield start
@@ -167,8 +190,8 @@ def start_engine(socket_dir: Path, model: Path) -> Iterator[Callable[..., Engine
 
 
 @pytest.fixture
-def start_trainer(socket_dir: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    trainers: list[subprocess.Popen[str]] = []
+def start_trainer(socket_dir: Path, warm: Warm) -> Iterator[Callable[..., Process]]:
+    trainers: list[Process] = []
 
     def start(
         model: Path,
@@ -177,17 +200,16 @@ def start_trainer(socket_dir: Path) -> Iterator[Callable[..., subprocess.Popen[s
         address: str = f"unix:{socket_dir}/engine-0",
         env: Mapping[str, str] | None = None,
         wrap: Sequence[str] = (),
-    ) -> subprocess.Popen[str]:
-        argv = [sys.executable, str(REPO / "tests/process/trainer.py"), address, str(model), *args]
+    ) -> Process:
+        script, argv = REPO / "tests/process/trainer.py", [address, str(model), *args]
+        environ = {**environment(socket_dir), **(env or {})}
+        if not wrap:
+            trainers.append(WarmProcess(warm, script, argv, env=environ, profile=profile_path(profile)))
+            return trainers[-1]
+        pipe = subprocess.PIPE
+        command = [*wrap, *under(profile, [sys.executable, str(script), *argv])]
         trainers.append(
-            subprocess.Popen(
-                [*wrap, *under(profile, argv)],
-                env={**environment(socket_dir), **(env or {})},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
+            subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         )
         return trainers[-1]
 

@@ -1,22 +1,26 @@
-"""200 refits in a row leave descriptors, mappings, threads and memory of both processes as they were."""
+"""1000 refits in a row leave descriptors, mappings, threads and memory of both processes as they were."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from syncstack import Coordinator, EngineClient, ModuleSource, Settings
 from tests.process.conftest import Engine
 
-NUM_REFITS = 200
+NUM_REFITS = 1000
+TOKEN = "0123456789abcdef" * 4
+
 WARM_UP = 20
 """Refits before the first measurement: caches of allocators and imports fill in these."""
 
 RSS_SLACK_BYTES = 8 << 20
-"""Noise of two allocators. One leaked segment of this model per refit would be 200 times 330 kB, or 66 MB."""
+"""Noise of two allocators. One leaked segment of this model per refit would be 330 MB."""
 
 
 def usage(pid: int | str) -> dict[str, int]:
@@ -30,23 +34,49 @@ def usage(pid: int | str) -> dict[str, int]:
     }
 
 
-def test_200_refits_leave_no_trace(start_engine: Callable[..., Engine], model: Path, socket_dir: Path) -> None:
-    engine = start_engine(profile="restrictive")
-    settings = Settings.load(socket_dir=socket_dir)
+def start(layout: str, start_engine: Callable[..., Engine]) -> list[Engine]:
+    """One engine that shares a folder with the trainer, or two that share nothing with it."""
+    if layout == "colocated":
+        return [start_engine(profile="restrictive")]
+    env = {"SYNCSTACK_LISTEN": "tcp://127.0.0.1:0", "SYNCSTACK_TOKEN": TOKEN}
+    return [start_engine(profile="restrictive", env=env, name=name) for name in ("engine-0", "engine-1")]
+
+
+def address_of(engine: Engine, layout: str) -> str:
+    if layout == "colocated":
+        return engine.address
+    (address,) = re.findall(r"control endpoint at (tcp://\S+)", engine.log())
+    return str(address)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("layout", "transport"), [("colocated", "host_fd"), ("disagg", "stream")])
+def test_1000_refits_leave_no_trace(
+    start_engine: Callable[..., Engine], model: Path, socket_dir: Path, layout: str, transport: str
+) -> None:
+    engines = start(layout, start_engine)
+    settings = Settings.load(socket_dir=socket_dir, transport=transport, token=TOKEN)
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    client = EngineClient.connect(engine.address, settings=settings)
-    with Coordinator(source=ModuleSource(module), engines=[client], settings=settings) as coordinator:
+    clients = [EngineClient.connect(address_of(engine, layout), settings=settings) for engine in engines]
+
+    def counts() -> dict[str, dict[str, int]]:
+        return {
+            "trainer": usage("self"),
+            **{client.name: usage(e.process.pid) for client, e in zip(clients, engines, strict=True)},
+        }
+
+    with Coordinator(source=ModuleSource(module), engines=clients, settings=settings) as coordinator:
         for version in range(1, WARM_UP + 1):
             coordinator.refit(version)
-        before = {"trainer": usage("self"), "engine": usage(engine.process.pid)}
+        before = counts()
         for version in range(WARM_UP + 1, WARM_UP + NUM_REFITS + 1):
-            (report,) = coordinator.refit(version)
-            assert report.digests_equal == report.tensors
-        after = {"trainer": usage("self"), "engine": usage(engine.process.pid)}
+            for report in coordinator.refit(version):
+                assert (report.transport, report.digests_equal) == (transport, report.tensors)
+        after = counts()
     print(before, after)
-    for side, counts in after.items():
+    for side, found in after.items():
         for what in ("fds", "threads"):
-            assert counts[what] <= before[side][what] + 2, (side, what, before, after)
-        # An allocator may split one arena: a leak of one mapping per refit would be 200.
-        assert counts["mappings"] <= before[side]["mappings"] + 10, (side, before, after)
-        assert counts["rss"] <= before[side]["rss"] + RSS_SLACK_BYTES, (side, before, after)
+            assert found[what] <= before[side][what] + 2, (side, what, before, after)
+        # An allocator may split one arena: a leak of one mapping per refit would be 1000.
+        assert found["mappings"] <= before[side]["mappings"] + 10, (side, before, after)
+        assert found["rss"] <= before[side]["rss"] + RSS_SLACK_BYTES, (side, before, after)

@@ -42,18 +42,18 @@ def read_line(trainer: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-def state_of(socket_dir: Path) -> StateReport:
-    client = EngineClient.connect(f"unix:{socket_dir}/engine-0", settings=Settings.load(socket_dir=socket_dir))
+def state_of(socket_dir: Path, name: str = "engine-0") -> StateReport:
+    client = EngineClient.connect(f"unix:{socket_dir}/{name}", settings=Settings.load(socket_dir=socket_dir))
     try:
         return client.state()
     finally:
         client.close()
 
 
-def await_step(socket_dir: Path, step: Step, seconds: float = 15.0) -> StateReport:
+def await_step(socket_dir: Path, step: Step, seconds: float = 15.0, name: str = "engine-0") -> StateReport:
     deadline = time.monotonic() + seconds
     while True:
-        state = state_of(socket_dir)
+        state = state_of(socket_dir, name)
         if state.step is step:
             return state
         assert time.monotonic() < deadline, f"expected {step}, still {state}"

@@ -57,4 +57,5 @@ def main() -> None:
             print(json.dumps({**msgspec.to_builtins(report), "logprobs": logprobs(model)}), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -53,6 +53,15 @@ def test_an_updating_engine_says_try_again(path: str) -> None:
     assert response.json()["error"]["type"] == "engine_updating"
 
 
+def test_a_held_engine_says_what_it_waits_for() -> None:
+    state = EngineState()
+    state.started(held=True)
+    response = run(state)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert "the engine waits for its first refit" in response.json()["error"]["message"]
+    assert run(state, "/health").status_code == 200
+
+
 def test_a_dirty_engine_says_why_and_not_to_try_again() -> None:
     state = serving()
     state.begin(1, "one")

@@ -79,7 +79,7 @@ def api(server: Server) -> Iterator[EngineApi]:
 
 def draw(api: EngineApi, **changes: Any) -> Any:
     options = {"n": 2, "max_tokens": 4, "stop_tokens": [0], "seed": 9, "version": 4}
-    return Engines({"engine-0": api}).sample([[5, 6], [7]], **{**options, **changes})
+    return Engines({"engine-0": api}).sample([[5, 6], [7]], names=["engine-0"], **{**options, **changes})
 
 
 def test_samples_come_back_by_prompt_and_index(api: EngineApi, server: Server) -> None:
@@ -153,11 +153,18 @@ def pair() -> Iterator[tuple[Engines, list[Server]]]:
 
 
 PROMPTS = [[number, 0] for number in range(10, 16)]
-OPTIONS: dict[str, Any] = {"n": 2, "max_tokens": 4, "stop_tokens": [0], "seed": 9, "version": 4}
+NAMES = ["engine-0", "engine-1"]
+OPTIONS: dict[str, Any] = {"names": NAMES, "n": 2, "max_tokens": 4, "stop_tokens": [0], "seed": 9, "version": 4}
 
 
 def seeds(servers: list[Server]) -> list[list[int]]:
     return [sorted(body["seed"] for body in each.bodies) for each in servers]
+
+
+def test_an_engine_that_was_left_behind_gets_no_prompt(pair: tuple[Engines, list[Server]]) -> None:
+    engines, servers = pair
+    engines.sample(PROMPTS, **{**OPTIONS, "names": ["engine-1"]})
+    assert seeds(servers) == [[], [9, 11, 13, 15, 17, 19]]
 
 
 def test_prompts_are_spread_over_the_engines_with_the_seeds_of_one(pair: tuple[Engines, list[Server]]) -> None:
@@ -196,9 +203,15 @@ def test_every_engine_scores_the_fixed_text(pair: tuple[Engines, list[Server]]) 
     for number, each in enumerate(servers):
         value = {"choices": [{"prompt_logprobs": [None, {"6": {"logprob": -1.0 - number}}]}]}
         each.reply = lambda body, value=value: (200, {"X-Syncstack-Version": "4"}, value)  # type: ignore[misc]
-    assert engines.prompt_logprobs([5, 6], version=4) == {"engine-0": [-1.0], "engine-1": [-2.0]}
+    assert engines.prompt_logprobs([5, 6], names=NAMES, version=4) == {"engine-0": [-1.0], "engine-1": [-2.0]}
+    assert engines.prompt_logprobs([5, 6], names=["engine-1"], version=4) == {"engine-1": [-2.0]}
     with pytest.raises(EngineError, match="version 4"):
-        engines.prompt_logprobs([5, 6], version=5)
+        engines.prompt_logprobs([5, 6], names=NAMES, version=5)
+    servers[0].shutdown()
+    servers[0].server_close()
+    assert engines.prompt_logprobs([5, 6], names=NAMES, version=4) == {"engine-1": [-2.0]}
+    with pytest.raises(EngineUnreachable):
+        engines.prompt_logprobs([5, 6], names=["engine-0"], version=4)
 
 
 def test_an_engine_that_is_gone(server: Server) -> None:

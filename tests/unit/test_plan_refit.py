@@ -108,13 +108,13 @@ class StubClient:
         self.link = StubLink()
         self.begun = 0
 
-    def renew(self) -> None:
+    def renew(self, wait_s: float | None = None) -> None:
         self.link = StubLink()
 
     def open_links(self, rank: int, choices: Sequence[object]) -> list[StubLink]:
         return [self.link]
 
-    def begin(self, *_: object) -> None:
+    def begin(self, *_: object, **__: object) -> None:
         self.begun += 1
         raise EngineBusy("busy")
 

@@ -70,10 +70,10 @@ def step(number: int, reward: float = 0.5) -> schema.StepRecord:
 def record(folder: Path, *, steps: int, console: Console | None = None) -> Recorder:
     with Table(console or Console(file=io.StringIO())) as table:
         recorder = Recorder(new_report(), folder, table)
-        recorder.refit([refit(1)], [Parity(max_abs_dlogprob=1e-4, tolerance=1e-3)])
+        recorder.refit([refit(1)], {"engine-0": Parity(max_abs_dlogprob=1e-4, tolerance=1e-3)})
         for number in range(1, steps + 1):
             recorder.step(step(number, number / steps))
-            recorder.refit([refit(number + 1)], [Parity(max_abs_dlogprob=1e-4, tolerance=1e-3, stale=0.2)])
+            recorder.refit([refit(number + 1)], {"engine-0": Parity(max_abs_dlogprob=1e-4, tolerance=1e-3, stale=0.2)})
     return recorder
 
 
@@ -128,7 +128,7 @@ def test_another_schema_version_is_refused(tmp_path: Path) -> None:
 
 def test_one_unequal_digest_is_not_all_equal(tmp_path: Path) -> None:
     recorder = Recorder(new_report(), tmp_path, Table(Console(file=io.StringIO())))
-    recorder.refit([refit(1, equal=2)])
+    recorder.refit([refit(1, equal=2)], {})
     record_ = recorder.report.refits[0]
     assert (record_.digests_equal, record_.digests_matched, record_.digests_compared) == (False, 2, 3)
 
@@ -136,7 +136,7 @@ def test_one_unequal_digest_is_not_all_equal(tmp_path: Path) -> None:
 def test_parity_is_claimed_only_for_the_engine_that_was_asked(tmp_path: Path) -> None:
     recorder = Recorder(new_report(), tmp_path, Table(Console(file=io.StringIO())))
     other = msgspec.structs.replace(refit(1), engine="engine-1")
-    recorder.refit([refit(1), other], [Parity(max_abs_dlogprob=0.1, tolerance=0.5)])
+    recorder.refit([refit(1), other], {"engine-0": Parity(max_abs_dlogprob=0.1, tolerance=0.5)})
     assert [r.max_abs_dlogprob for r in recorder.report.refits] == [0.1, None]
 
 
@@ -229,12 +229,16 @@ def test_several_engines_share_a_row_that_shows_the_slowest_and_the_worst(tmp_pa
         recorder.engine(1, "engine-1", "0.32.0")
         for version in (1, 2):
             pair = [refit(version), msgspec.structs.replace(refit(version, seconds=0.75), engine="engine-1")]
-            recorder.refit(pair, [Parity(max_abs_dlogprob=2e-4), Parity(max_abs_dlogprob=1e-4)])
+            recorder.refit(pair, {"engine-0": Parity(max_abs_dlogprob=2e-4), "engine-1": Parity(max_abs_dlogprob=1e-4)})
             recorder.step(step(version))
     lines = out.getvalue().splitlines()
     assert lines[1].split() == ["start", "-", "-", "750", "1.25", "host_fd", "2.0e-04"]
     assert [line.split()[0] for line in lines[1:]] == ["start", "1"]
     assert [each.version for each in recorder.report.engines] == [None, "0.32.0"]
+    late = [*recorder.report.refits[:-1], msgspec.structs.replace(recorder.report.refits[-1], back_after_s=41.23)]
+    recovered = summary(msgspec.structs.replace(recorder.report, refits=late), "out/report.json")
+    assert "recovery  engine-1 with version 2 after 41.2 s" in recovered
+    assert "recovery" not in summary(recorder.report, "out/report.json")
     assert "4 into 2 engines by host_fd" in summary(recorder.report, "out/report.json")
     assert "engine-1 0.32.0 at tcp://engine-1:7000" in render(recorder.report)
 

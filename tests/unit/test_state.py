@@ -37,6 +37,22 @@ def test_requests_go_on_while_bytes_move_beside_the_engine() -> None:
     assert not at(Step.PAUSED).accepts_requests
 
 
+def test_a_held_engine_serves_from_its_first_commit_on() -> None:
+    state = EngineState()
+    state.started(held=True)
+    assert not state.accepts_requests
+    state.begin(4, "lost")
+    state.advance(Step.PAUSED, "lost")
+    state.abort("its trainer died")
+    assert (state.step, state.accepts_requests) == (Step.SERVING, False)
+    state.begin(5, "one")
+    for step in ORDER:
+        assert not state.accepts_requests
+        state.advance(step, "one")
+    state.resume("one")
+    assert (state.version, state.accepts_requests) == (5, True)
+
+
 @pytest.mark.parametrize(
     ("step", "ends", "version"),
     [

@@ -1,0 +1,143 @@
+"""The first half of a refit, while the engines still serve: who they are, by which transport, and the bytes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from syncstack.errors import PathTooSlow, UsageError
+from syncstack.facts import Hello
+from syncstack.facts.cgroup import throttled_s
+from syncstack.refit.agreement import Agreement
+from syncstack.refit.members import Members
+from syncstack.refit.pace import ClockedSource, Stage, why_slow
+from syncstack.refit.progress import Progress
+from syncstack.refit.target import Target
+from syncstack.refit.trial import Rate
+from syncstack.settings import Settings
+from syncstack.transports.senders import Sender, make_sender
+from syncstack.weights.manifest import Wanted, resolve
+from syncstack.weights.source import WeightSource, example_of
+
+log = logging.getLogger(__name__)
+
+
+class Staging:
+    """One coordinator's agreement with its engines, and its sender. Used from the coordinator's thread."""
+
+    def __init__(self, source: WeightSource, members: Members, settings: Settings, rank: int) -> None:
+        self._source = source
+        self._members = members
+        self._settings = settings
+        self._agreement = Agreement(settings, rank)
+        self._planned: list[Target] = []
+        """Whose links the transport was agreed on for."""
+        self._transport = ""
+        self._sender: Sender | None = None
+        self._warm = False  # whether sender and workers have the segment of the last version
+        self._told_slow = False
+
+    @property
+    def hello(self) -> Hello:
+        """What this process says of itself, with its facts."""
+        return self._agreement.hello
+
+    @property
+    def rate(self) -> Rate:
+        """What the transport did in its trial on the links of the last version."""
+        assert self._agreement.rate is not None
+        return self._agreement.rate
+
+    def agree(self) -> tuple[Wanted, ...]:
+        """Make sure that every engine is the one we know, and all links have a transport; plan anew if one is not."""
+        self._members.renew_lost()
+        targets = self._members.live
+        wanted = self._resolve(targets)
+        if targets != self._planned or not all(target.links for target in targets):
+            self._planned = []
+            self.retire()
+            transport = self._agreement.reach(targets, wanted, example_of(self._source))
+            self._take(transport)
+            self._planned = targets
+        return wanted
+
+    def _take(self, transport: str) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = make_sender(
+            transport, bucket_bytes=self._settings.bucket_bytes, device=self._agreement.hello.device
+        )
+        self._transport = transport
+        self._told_slow = False
+
+    def _resolve(self, targets: Sequence[Target]) -> tuple[Wanted, ...]:
+        metadata, aliases = self._source.metadata(), self._source.aliases()
+        wanted = resolve(metadata, targets[0].client.info.tensors, aliases)
+        for target in targets[1:]:
+            if resolve(metadata, target.client.info.tensors, aliases) != wanted:
+                raise UsageError(
+                    "the engines of one refit expect different tensors",
+                    observed=target.client.name,
+                    expected=f"those of {targets[0].client.name}",
+                    next_step="start them from one model folder with one dtype, or refit them apart",
+                )
+        return wanted
+
+    def stage(self, refit: Progress, wanted: Sequence[Wanted]) -> None:
+        """Move the bytes to all workers and have them verified; fills ``refit``. Blocks."""
+        assert self._sender is not None
+        links = {
+            link: way.fd
+            for target in self._members.live
+            for link, way in zip(target.links, target.choices, strict=True)
+        }
+        source = ClockedSource(self._source)
+        waited, begin = throttled_s(), time.perf_counter()
+        refit.manifest, refit.staged = self._sender.stage(
+            source,
+            wanted,
+            list(links),
+            session=refit.session,
+            version=refit.version,
+            wait_s=self._settings.link_s,
+            fd_ways={link: way for link, way in links.items() if way},
+        )
+        refit.stage = Stage(
+            bytes=refit.manifest.payload_bytes,
+            seconds=time.perf_counter() - begin,
+            first=not self._warm,
+            source_s=source.seconds,
+            worker_s=max(staged.digest_s for staged in refit.staged),
+            cast_bytes=self._sender.cast_bytes,
+            throttled_s=throttled_s() - waited,
+            unpinned=self._sender.unpinned,
+        )
+        self._warm = True
+
+    def look_at_pace(self, refit: Progress) -> None:
+        """Say once for each plan that its path is slow; strict: end the refit while the engines still serve."""
+        assert refit.stage is not None
+        refit.slow = why_slow(self.rate, refit.stage)
+        if not refit.slow:
+            return
+        if self._settings.strict:
+            raise PathTooSlow(
+                f"{self._transport} is slow: {refit.slow}",
+                consequence="Strict mode forbids that, and the engines keep their old weights",
+                next_step="remove the cause, or set SYNCSTACK_STRICT=false",
+            )
+        if not self._told_slow:
+            self._told_slow = True
+            log.warning("%s is slow: %s", self._transport, refit.slow)
+
+    def retire(self) -> None:
+        """A worker may still read what was staged last: never write that memory again."""
+        self._warm = False
+        if self._sender is not None:
+            self._sender.retire()
+
+    def close(self) -> None:
+        """Free what the sender holds. Links are the members'."""
+        if self._sender is not None:
+            self._sender.close()

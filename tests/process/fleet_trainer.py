@@ -1,0 +1,55 @@
+"""A trainer of several engines: for each line on its stdin it changes its weights, says what they answer, refits, and
+says how that ended.
+
+usage: fleet_trainer.py LAST_VERSION MODEL ADDRESS...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import msgspec
+import torch
+from transformers import AutoModelForCausalLM
+
+from syncstack import Coordinator, EngineClient, ModuleSource, Settings
+from syncstack.errors import SyncstackError
+from tests.process.trainer import logprobs
+
+
+def say(**answer: object) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def change(model: torch.nn.Module, version: int) -> None:
+    torch.manual_seed(version)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def main() -> None:
+    settings = Settings.load()
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).eval()
+    engines = [EngineClient.connect(address, settings=settings) for address in sys.argv[3:]]
+    with Coordinator(source=ModuleSource(model), engines=engines, settings=settings) as coordinator:
+        say(ready=True)
+        for version, _ in enumerate(sys.stdin, int(sys.argv[1]) + 1):
+            change(model, version)
+            say(logprobs=logprobs(model))
+            begin = time.monotonic()
+            try:
+                reports = coordinator.refit(version)
+            except SyncstackError as error:
+                say(error=type(error).__name__, text=str(error), seconds=time.monotonic() - begin)
+                continue
+            say(
+                reports={report.engine: msgspec.to_builtins(report) for report in reports},
+                left=coordinator.left_behind,
+                seconds=time.monotonic() - begin,
+            )
+
+
+main()
