@@ -139,20 +139,21 @@ class Engines:
         One request a prompt, so that each has its own noise; an engine batches its share. Blocks until all are done.
         Raises the last engine's error when none is left.
         """
-        left = {name: self._apis[name] for name in names}
+        left = list(names)
 
         def one(index: int) -> list[Sample]:
             while True:
                 with lock:
-                    name = list(left)[index % len(left)]
+                    name = left[index % len(left)]
                 try:
                     return self._apis[name].sample(prompts[index], n=n, seed=seed + index * n, **options)
-                except (EngineUnreachable, EngineError) as error:
+                except EngineError as error:
                     # Checked and dropped together: another thread may have found out about another engine.
                     with lock:
                         if set(left) <= {name}:
                             raise
-                        left.pop(name, None)
+                        if name in left:
+                            left.remove(name)
                         self._tell(name, error)
 
         lock = threading.Lock()

@@ -69,7 +69,7 @@ class Control:
         state: EngineState,
         workers: tuple[WorkerInfo, ...],
         heartbeat_s: float,
-        stall_s: float = 60.0,
+        stall_s: float,
     ) -> None:
         self._name = name
         self._host = host

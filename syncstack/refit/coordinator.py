@@ -8,7 +8,6 @@ stops. Every call is watched: when the engine dies, the call that waits for it e
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -38,8 +37,6 @@ from syncstack.threads import in_thread
 from syncstack.transports.order import await_done, mark
 from syncstack.weights.manifest import Wanted
 from syncstack.weights.source import WeightSource
-
-log = logging.getLogger(__name__)
 
 STEP_SLACK_S = 5.0
 """What a step may take beyond its deadline, until an engine that cannot keep it was cut off."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from syncstack import Coordinator, EngineClient, ModuleSource, Settings
 from tests.process.conftest import Engine
+from tests.process.test_tcp import address_of
 
 NUM_REFITS = 1000
 TOKEN = "0123456789abcdef" * 4
@@ -42,13 +42,6 @@ def start(layout: str, start_engine: Callable[..., Engine]) -> list[Engine]:
     return [start_engine(profile="restrictive", env=env, name=name) for name in ("engine-0", "engine-1")]
 
 
-def address_of(engine: Engine, layout: str) -> str:
-    if layout == "colocated":
-        return engine.address
-    (address,) = re.findall(r"control endpoint at (tcp://\S+)", engine.log())
-    return str(address)
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("layout", "transport"), [("colocated", "host_fd"), ("disagg", "stream")])
 def test_1000_refits_leave_no_trace(
@@ -57,7 +50,8 @@ def test_1000_refits_leave_no_trace(
     engines = start(layout, start_engine)
     settings = Settings.load(socket_dir=socket_dir, transport=transport, token=TOKEN)
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    clients = [EngineClient.connect(address_of(engine, layout), settings=settings) for engine in engines]
+    addresses = [engine.address if layout == "colocated" else address_of(engine) for engine in engines]
+    clients = [EngineClient.connect(address, settings=settings) for address in addresses]
 
     def counts() -> dict[str, dict[str, int]]:
         return {

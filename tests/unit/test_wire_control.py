@@ -52,7 +52,7 @@ class NoEngine:
 async def served(sock: socket.socket, token: Token | None) -> AsyncIterator[ControlServer]:
     state = EngineState()
     state.started()
-    control = Control(name="engine-0", host=NoEngine(), state=state, workers=(), heartbeat_s=0.1)
+    control = Control(name="engine-0", host=NoEngine(), state=state, workers=(), heartbeat_s=0.1, stall_s=60.0)
     server = ControlServer(control, token)
     task = asyncio.create_task(server.serve(sockets=[sock]))
     while not server.started:

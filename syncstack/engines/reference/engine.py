@@ -68,7 +68,9 @@ class ReferenceHost:
         self.model = str(folder)
         self.dtype = dtype
         self.tensors = read_metas(folder, dtype=dtype if settings.wire_dtype == "engine" else None)
-        self._module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        # Safetensors only: the other format of such a folder is a pickle.
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), use_safetensors=True)
+        self._module = loaded.eval()
         self._worker = EngineWorker(ReferenceLoader(self._module), settings=settings, rank=0)
         self._busy = asyncio.Lock()
         self._paused = False
