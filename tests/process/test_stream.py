@@ -31,7 +31,7 @@ from syncstack.wire.messages import Fault, Handle, Offer
 from syncstack.wire.tcp import Address
 from tests.process.conftest import REPO, environment
 from tests.process.peer import SECRET, SLOT
-from tests.process.test_leaks import usage
+from tests.process.test_leaks import RSS_SLACK_BYTES, usage
 
 WAYS = pytest.mark.parametrize("way", ["unix", "tcp"])
 MIB = 1 << 20
@@ -363,5 +363,5 @@ def test_fifty_versions_leave_no_trace(start_worker: Callable[..., Worker], send
         worker.ask("finish", f"session-{number}")
     after = {"trainer": usage("self"), "worker": usage(worker.process.pid)}
     for side, counts in after.items():
-        for what, slack in (("fds", 1), ("threads", 1), ("mappings", 10), ("rss", 8 * MIB)):
+        for what, slack in (("fds", 1), ("threads", 1), ("mappings", 10), ("rss", RSS_SLACK_BYTES)):
             assert counts[what] <= before[side][what] + slack, (side, what, before, after)
