@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from syncstack.errors import SyncstackError
     from syncstack.refit.client import EngineClient
     from syncstack.refit.coordinator import Coordinator
+    from syncstack.refit.follower import Follower
+    from syncstack.refit.ranks import Ranks
     from syncstack.refit.report import RefitReport
     from syncstack.settings import Settings
     from syncstack.weights.meta import ParamMeta
@@ -27,8 +29,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Coordinator",
     "EngineClient",
+    "Follower",
     "ModuleSource",
     "ParamMeta",
+    "Ranks",
     "RefitReport",
     "Settings",
     "SyncstackError",
@@ -39,8 +43,10 @@ __all__ = [
 _HOME = {
     "Coordinator": "syncstack.refit.coordinator",
     "EngineClient": "syncstack.refit.client",
+    "Follower": "syncstack.refit.follower",
     "ModuleSource": "syncstack.weights.source",
     "ParamMeta": "syncstack.weights.meta",
+    "Ranks": "syncstack.refit.ranks",
     "RefitReport": "syncstack.refit.report",
     "Settings": "syncstack.settings",
     "SyncstackError": "syncstack.errors",

@@ -17,6 +17,7 @@
     |-- TransportError             moving or mapping bytes failed
     |   |-- HandleRefused          the peer's memory cannot be opened here; the text names the gate
     |   |-- GpuError               the CUDA driver refused a call; names the call and its answer
+    |   |-- GroupLost              a group of trainer and workers could not be made, or a member broke off
     |   |-- PathTooSlow            strict: a transport is at less than half of what its trial measured
     |   `-- DigestMismatch         what arrived is not what was sent
     |-- EngineError                the engine's side of the transaction
@@ -24,6 +25,7 @@
     |   |-- EngineBusy             another version's session is open
     |   |-- EngineDirty            weights may be mixed; the engine refuses to serve
     |   `-- LoadFailed             the engine's own loader failed
+    |-- RankLost                   another rank of the same trainer has gone
     |-- RefitFailed                a refit ended without its version; names the phase and the state left behind
     `-- DeadlineExceeded           a bounded wait ran out
 """
@@ -134,6 +136,10 @@ class GpuError(TransportError):
         super().__init__(f"{call} failed" if code else call, **({"observed": code} if code else {}), **parts)
 
 
+class GroupLost(TransportError):
+    """A group of trainer and workers could not be made, or one of its members broke off."""
+
+
 class PathTooSlow(TransportError):
     """A transport is much slower than its trial was, and strict mode forbids that."""
 
@@ -160,6 +166,10 @@ class EngineDirty(EngineError):
 
 class LoadFailed(EngineError):
     """The engine's own loader failed."""
+
+
+class RankLost(SyncstackError):
+    """Another rank of the same trainer has gone, or does not answer."""
 
 
 class RefitFailed(SyncstackError):

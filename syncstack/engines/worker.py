@@ -23,7 +23,7 @@ from syncstack.settings import Settings
 from syncstack.transports import SPOKEN
 from syncstack.transports.cuda.placement import placement
 from syncstack.transports.endpoint import WorkerEndpoint
-from syncstack.transports.staged import StagedVersion
+from syncstack.transports.staged import JointVersion, StagedVersion
 from syncstack.weights.manifest import MAX_LISTED, fingerprint
 from syncstack.wire import tcp
 
@@ -118,9 +118,9 @@ class EngineWorker:
             failed = LoadFailed(f"worker {self._rank} failed in {op}", observed=f"{type(error).__name__}: {error}")
             return {"error": msgspec.to_builtins(ErrorReply.of(failed))}
 
-    def _take(self, session: str, expect: str) -> StagedVersion:
+    def _take(self, session: str, expect: str) -> StagedVersion | JointVersion:
         version = self._endpoint.take(session)
-        if fingerprint(version.offer.version, version.offer.tensors) != expect:
+        if fingerprint(version.version, version.tensors) != expect:
             raise ProtocolError(
                 "the staged weights are not those that begin announced", consequence="They were not loaded"
             )
@@ -136,7 +136,7 @@ class EngineWorker:
         except BaseException:
             self._loader.recover()
             raise
-        return {"load_s": time.perf_counter() - begin, "tensors": len(version.offer.tensors)}
+        return {"load_s": time.perf_counter() - begin, "tensors": len(version.tensors)}
 
     def _verify(self, session: str, expect: str) -> dict[str, Any]:
         version = self._take(session, expect)
@@ -152,7 +152,7 @@ class EngineWorker:
                 next_step="this model's loader drops names; report it with the model's architecture",
             )
         self._endpoint.drop(session)  # nothing reads it any more
-        return {"tensors": len(version.offer.tensors)}
+        return {"tensors": len(version.tensors)}
 
     def close(self) -> None:
         """Close the data sockets and every link."""

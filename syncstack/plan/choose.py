@@ -55,13 +55,24 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         _HANDED_OVER,
         Need("a memfd", needs.memfd),
     ),
-    "collective": (Need("this build", needs.in_build("collective")), Need("a network", needs.network)),
+    "collective": (
+        Need("this build", needs.in_build("collective")),
+        Need("a network", needs.network),
+        Need("a link over TCP", needs.link_by_tcp),
+    ),
     "stream": (Need("this build", needs.in_build("stream")), Need("a network", needs.network)),
     "disk": (Need("this build", needs.in_build("disk")), Need("a shared folder", needs.common_folder)),
 }
 """What each transport needs, in the order in which a lack of it is told."""
 
 _BY_DESCRIPTOR = frozenset(name for name, wanted in NEEDS.items() if _HANDED_OVER in wanted)
+
+
+_ALONE = Unmet(
+    need="more than one worker",
+    reason="it is for several workers: one gets the same bytes by stream, over the link that is open already",
+    hardware=True,
+)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +87,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return not any(each.hardware for each in self.unmet)
 
 
-def explain(sender: Hello, receiver: Hello, policy: Policy) -> tuple[Row, ...]:
-    """Every transport of the policy, in its order, with everything that it lacks on this link."""
+def explain(sender: Hello, receiver: Hello, policy: Policy, *, alone: bool = True) -> tuple[Row, ...]:
+    """Every transport of the policy, in its order, with everything that it lacks on this link. ``alone``: it is the
+    only one of its refit."""
     refused = {each.transport: each.cause for each in policy.excluded}
     rows = []
     for name in policy.transports:
@@ -86,6 +98,8 @@ def explain(sender: Hello, receiver: Hello, policy: Policy) -> tuple[Row, ...]:
             lacks = (*lacks, *descriptors.more_gates(sender, receiver))
         if name in refused:
             lacks = (*lacks, Unmet(need="a trial that passes", reason=f"a trial refused it: {refused[name]}"))
+        if name == "collective" and alone and len(policy.transports) > 1:
+            lacks = (*lacks, _ALONE)
         rows.append(Row(transport=name, unmet=lacks))
     return tuple(rows)
 
@@ -104,7 +118,7 @@ def choose_common(links: Mapping[str, Pair], policy: Policy | None = None) -> di
     The order of the links makes no difference. Raises PlanError as ``choose`` does; its text names the links.
     """
     policy = policy or Policy()
-    plans = {name: explain(*links[name], policy) for name in sorted(links)}
+    plans = {name: explain(*links[name], policy, alone=len(links) == 1) for name in sorted(links)}
     rejected: list[dict[str, str]] = []
     best = ""
     for index, transport in enumerate(policy.transports):

@@ -139,6 +139,13 @@ def network(sender: Hello, receiver: Hello) -> str | None:
     return f"no network that both are on: usable address families of the trainer: {shown[0]}; of the engine: {shown[1]}"
 
 
+def link_by_tcp(sender: Hello, receiver: Hello) -> str | None:
+    """A group is made of the addresses at which its members' links end; a unix socket has none."""
+    if reached(sender, receiver, "unix") and not reached(sender, receiver, "tcp"):
+        return "the trainer reaches the engine by a unix socket, over which stream moves the same bytes"
+    return None
+
+
 def _same_network(sender: Hello, receiver: Hello) -> bool:
     """Whether both are in one network namespace, and so on one loopback."""
     return same_host(sender, receiver) is None and same_namespace(sender.facts, receiver.facts, "net")

@@ -13,9 +13,11 @@ import msgspec
 import torch
 
 from syncstack.errors import PlanError
+from syncstack.facts import Hello
 from syncstack.plan import Choice, FdWay, Refused
 from syncstack.refit.metrics import metrics
-from syncstack.refit.planning import placed, plan, policy, trainer_hello
+from syncstack.refit.planning import placed, plan_ranks, policy, trainer_hello
+from syncstack.refit.ranks import Alone, Connect, Engine, Introduce, Measure, first_error
 from syncstack.refit.target import Target
 from syncstack.refit.trial import REFUSALS, TRIAL_S, Ended, Rate, Trials, short
 from syncstack.settings import Settings
@@ -25,11 +27,16 @@ from syncstack.wire.link import Link
 log = logging.getLogger(__name__)
 
 
+MEASURE_S = 300.0
+"""How long the other ranks may take over a measurement; each of its waits is bounded by itself."""
+
+
 class Agreement:
     """The transport of all links, tried. Used from the coordinator's thread."""
 
-    def __init__(self, settings: Settings, rank: int) -> None:
+    def __init__(self, settings: Settings, rank: int, ranks: Alone | None = None) -> None:
         """Collect this process's facts. Raises SettingsError for an unknown transport."""
+        self._ranks = ranks or Alone()
         self.hello = trainer_hello(settings, rank)
         self._policy = policy(settings)
         self._settings = settings
@@ -45,21 +52,24 @@ class Agreement:
 
         ``wanted`` is what the refits will move, ``example`` one of the tensors, None for weights on the host. Raises
         PlanError when no transport passes, LinkLost when a worker goes away, LinkRefused when another process answers
-        in its place.
+        in its place. The other ranks of this trainer do the same at the same time, each on its own links.
         """
         self.hello = placed(self.hello, example)
+        with self._ranks.together(Introduce(), wait_s=self._settings.link_s) as others:
+            pass
+        hellos = [self.hello, *(other.hello for other in others if other.hello is not None)]
         refused: tuple[Refused, ...] = ()
         while True:
-            self._plan(targets, refused)
-            transport = targets[0].choice.transport
-            trials = Trials(
-                transport,
-                _links(targets),
-                bucket_bytes=self._settings.bucket_bytes,
-                gpu=self.hello.device,
-                device=torch.device("cpu") if example is None else example.device,
-            )
-            cause = _cause(trials.run(min(TRIAL_S, self._settings.link_s))) or self._measure(trials, targets, wanted)
+            orders = self._plan(hellos, targets, refused)
+            transport = orders[0].choices[0][0].transport
+            trial_s = min(TRIAL_S, self._settings.link_s)
+            order = Connect(transport=transport, engines=orders)
+            with self._ranks.together(order, wait_s=self._settings.engine_ready_s + 2 * TRIAL_S) as others:
+                for target, choices in zip(targets, orders, strict=True):
+                    target.connect(choices.choices[0], self._rank)
+                trials = self._trials(transport, targets, example)
+                cause = cause_of(trials.run(trial_s))
+            cause = cause or first_error(others) or self._measure(trials, targets, wanted)
             if not cause:
                 self._tell(targets, refused)
                 return transport
@@ -67,16 +77,34 @@ class Agreement:
             for target in targets:
                 target.drop_links()  # what a link that failed still has in it belongs to nobody
 
-    def _plan(self, targets: Sequence[Target], refused: tuple[Refused, ...]) -> None:
+    def _trials(self, transport: str, targets: Sequence[Target], example: torch.Tensor | None) -> Trials:
+        return Trials(
+            transport,
+            links_of(targets),
+            bucket_bytes=self._settings.bucket_bytes,
+            gpu=self.hello.device,
+            device=torch.device("cpu") if example is None else example.device,
+        )
+
+    def _plan(
+        self, hellos: Sequence[Hello], targets: Sequence[Target], refused: tuple[Refused, ...]
+    ) -> tuple[Engine, ...]:
+        """What every rank is told of each engine. Raises PlanError."""
         wanted = msgspec.structs.replace(self._policy, excluded=refused)
         engines = [(target.client.info, target.client.way) for target in targets]
         try:
-            choices = plan(self.hello, engines, wanted)
+            plans = plan_ranks(hellos, engines, wanted)
         except PlanError:
             self._warn(refused, "nothing")
             raise
-        for target, chosen in zip(targets, choices, strict=True):
-            target.connect(chosen, self._rank)
+        return tuple(
+            Engine(
+                address=target.client.address,
+                workers=tuple(worker.hello.nonce for worker in target.client.info.workers),
+                choices=tuple(tuple(plans[rank][index]) for rank in range(len(hellos))),
+            )
+            for index, target in enumerate(targets)
+        )
 
     def _tell(self, targets: Sequence[Target], refused: tuple[Refused, ...]) -> None:
         """Say what was agreed on, and again only when it is something else."""
@@ -105,7 +133,13 @@ class Agreement:
         key = (*workers, *ways)
         if key not in self._rates:
             try:
-                self._rates = {key: trials.measure(wanted, self._settings.link_s)}
+                with self._ranks.together(Measure(wanted=tuple(wanted)), wait_s=MEASURE_S) as others:
+                    own = trials.measure(wanted, self._settings.link_s)
+                rate = Rate(
+                    first=own.first + sum(other.first for other in others),
+                    again=own.again + sum(other.again for other in others),
+                )
+                self._rates = {key: rate}
             except REFUSALS as error:
                 return f"all links together: {short(error)}"
         self.rate = self._rates[key]
@@ -116,7 +150,7 @@ def _said(choice: Choice) -> str:
     return choice.line("").removeprefix(": ")
 
 
-def _links(targets: Sequence[Target]) -> dict[str, tuple[Link, FdWay]]:
+def links_of(targets: Sequence[Target]) -> dict[str, tuple[Link, FdWay]]:
     return {
         f"{target.client.name} worker {worker.rank}": (link, choice.fd)
         for target in targets
@@ -124,7 +158,7 @@ def _links(targets: Sequence[Target]) -> dict[str, tuple[Link, FdWay]]:
     }
 
 
-def _cause(ended: Sequence[Ended]) -> str:
+def cause_of(ended: Sequence[Ended]) -> str:
     """The first link that failed and how many others did; "" if none did."""
     failed = [each for each in ended if each.cause]
     if not failed:

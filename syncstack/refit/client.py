@@ -135,6 +135,11 @@ class EngineClient:
         """How the engine was reached."""
         return self._dial.way
 
+    @property
+    def address(self) -> str:
+        """By which another process reaches this same engine."""
+        return self._dial.address
+
     def _call(self, method: str, path: str, kind: type[T], *, body: object = None, deadline_s: float) -> T:
         content = None if body is None else msgspec.json.encode(body)
         try:

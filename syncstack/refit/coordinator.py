@@ -8,6 +8,7 @@ stops. Every call is watched: when the engine dies, the call that waits for it e
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from syncstack.errors import (
     DeadlineExceeded,
     EngineUnreachable,
     PlanError,
+    RankLost,
     RefitFailed,
     SyncstackError,
     UsageError,
@@ -28,6 +30,7 @@ from syncstack.refit.messages import StepRequest
 from syncstack.refit.metrics import metrics
 from syncstack.refit.pace import expected
 from syncstack.refit.progress import Progress
+from syncstack.refit.ranks import Alone, End, reply_of
 from syncstack.refit.report import RefitReport
 from syncstack.refit.staging import Staging
 from syncstack.refit.target import Target
@@ -46,7 +49,7 @@ ABORT_S = 5.0
 
 
 class Coordinator:
-    """Moves versions of one source into a set of engines. One per trainer rank, used from one thread.
+    """Moves versions of one source into a set of engines. On rank 0 of a trainer, used from one thread.
 
     The engines go through each phase together. A failed refit leaves an engine on the old version, on the new one, or
     dirty and out of service; the raised RefitFailed says which. With ``settings.min_engines`` the others go on without
@@ -54,12 +57,21 @@ class Coordinator:
     """
 
     def __init__(
-        self, *, source: WeightSource, engines: Sequence[EngineClient], settings: Settings, rank: int = 0
+        self,
+        *,
+        source: WeightSource,
+        engines: Sequence[EngineClient],
+        settings: Settings,
+        ranks: Alone | None = None,
     ) -> None:
-        """Raises UsageError for fewer engines than ``settings.min_engines``, or none."""
+        """``ranks``: where the trainer has several; each of the others has a Follower. Raises UsageError for fewer
+        engines than ``settings.min_engines``, or none, and on another rank than 0."""
+        self._ranks = ranks or Alone()
+        if self._ranks.rank:
+            raise UsageError("a coordinator belongs to rank 0", next_step="make a Follower on the other ranks")
         self._settings = settings
         self._members = Members(engines, settings)
-        self._staging = Staging(source, self._members, settings, rank)
+        self._staging = Staging(source, self._members, settings, 0, self._ranks)
 
     @property
     def _targets(self) -> list[Target]:
@@ -80,8 +92,20 @@ class Coordinator:
         for each engine that does: all, or with ``settings.min_engines`` those that were not left behind.
 
         Raises ManifestMismatch or PlanError before anything was changed, and RefitFailed, which names the phase and
-        the engine's state, after that. A failed refit may be tried again at once.
+        the engine's state, after that. A failed refit may be tried again at once. The other ranks raise or return the
+        same.
         """
+        try:
+            reports = self._refit(version)
+        except BaseException as error:
+            known = error if isinstance(error, Exception) else SyncstackError(f"rank 0 gave up: {type(error).__name__}")
+            with contextlib.suppress(RankLost):
+                self._ranks.tell(End(version=version, error=reply_of(known)), wait_s=self._settings.link_s)
+            raise
+        self._ranks.tell(End(version=version, reports=tuple(reports)), wait_s=self._settings.link_s)
+        return reports
+
+    def _refit(self, version: int) -> list[RefitReport]:
         self._members.welcome()
         while True:
             refit = Progress(version)
@@ -189,7 +213,7 @@ class Coordinator:
                 target.end_lease()
         if refit.staging:
             # A worker may still read the segment, or be about to: never write it again.
-            self._staging.retire()
+            self._staging.retire(links=True)
             for target in self._targets:
                 target.drop_links()
         return ", ".join(states) or "unchanged"
@@ -210,7 +234,7 @@ class Coordinator:
         return f"{state.step} (version {state.version})"
 
     def _report(self, refit: Progress, target: Target) -> RefitReport:
-        assert refit.manifest is not None and refit.stage is not None
+        assert refit.stage is not None
         stage = refit.stage
         paused = sum(refit.phases[name] for name in ("pause", "load", "verify", "commit", "resume"))
         return RefitReport(
@@ -219,7 +243,7 @@ class Coordinator:
             transport=target.choice.transport,
             why_not=target.choice.why_not,
             bytes=stage.bytes,
-            tensors=len(refit.manifest.tensors),
+            tensors=refit.tensors,
             seconds=time.perf_counter() - refit.started,
             transport_seconds=stage.seconds,
             paused_seconds=paused,
@@ -227,7 +251,7 @@ class Coordinator:
             expected_gb_per_s=expected(self._staging.rate, stage) / 1e9,
             slow=refit.slow,
             phases=dict(refit.phases),
-            digests_equal=min(staged.digests_equal for staged in refit.staged),
+            digests_equal=refit.digests_equal,
             cast_bytes=stage.cast_bytes,
             unpinned=stage.unpinned,
             back_after_s=self._members.served(target, refit.version),

@@ -32,6 +32,11 @@ class Dial(Protocol):
         """By what it is reached."""
         ...
 
+    @property
+    def address(self) -> str:
+        """What ``dial`` takes for it, by which another process reaches this same engine."""
+        ...
+
     def probe(self, *, deadline: float) -> None:
         """Connect to the control endpoint and hang up. Raises EngineUnreachable, or UsageError where waiting longer
         cannot help."""
@@ -60,6 +65,7 @@ class UnixDial:
         self._folder = folder
         self.name = folder.name
         self.hint = "is the same volume mounted in both containers?"
+        self.address = f"unix:{folder}"
 
     def probe(self, *, deadline: float) -> None:
         """See Dial."""
@@ -89,6 +95,11 @@ class TcpDial:
         self._reached = address
         self.name = str(address)
         self.hint = "does it listen there (SYNCSTACK_LISTEN), and may this container connect to it?"
+
+    @property
+    def address(self) -> str:
+        """See Dial."""
+        return str(self._reached)
 
     def probe(self, *, deadline: float) -> None:
         """See Dial. Keeps to the address that answered: a name may stand for several engines."""

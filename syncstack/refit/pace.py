@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
 
 import msgspec
 import torch
@@ -38,11 +41,35 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClockedSource:
-    """A weight source that also says how long it took to give its tensors."""
+    """A weight source that also says how long it took to give its tensors.
 
-    def __init__(self, source: WeightSource) -> None:
+    With ``whole`` it is gone through to its end when the block is left, however that is: the ranks of a sharded source
+    gather each tensor together, so one that stops early would leave the others waiting.
+    """
+
+    def __init__(self, source: WeightSource, *, whole: bool = False) -> None:
         self._source = source
+        self._whole = whole
+        self._tensors: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._turn = threading.Lock()
         self.seconds = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._whole:
+            return
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
+            while self._next() is not None:
+                pass
+
+    def _next(self) -> tuple[str, torch.Tensor] | None:
+        """The next tensor; None when there are no more. A stage that failed may have a thread that still asks."""
+        with self._turn:
+            if self._tensors is None:
+                self._tensors = iter(self._source)
+            return next(self._tensors, None)
 
     def metadata(self) -> Sequence[ParamMeta]:
         """See WeightSource."""
@@ -53,15 +80,14 @@ class ClockedSource:
         return self._source.aliases()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        tensors = iter(self._source)
         while True:
             begin = time.perf_counter()
             try:
-                given = next(tensors)
-            except StopIteration:
-                return
+                given = self._next()
             finally:
                 self.seconds += time.perf_counter() - begin
+            if given is None:
+                return
             yield given
 
 

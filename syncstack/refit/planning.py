@@ -33,27 +33,41 @@ def placed(hello: Hello, example: torch.Tensor | None) -> Hello:
     return msgspec.structs.replace(hello, device=device, memory=memory)
 
 
-def plan(sender: Hello, engines: Sequence[tuple[EngineInfo, Way]], wanted: Policy) -> list[list[Choice]]:
-    """For each engine, in order, the choice for each of its workers; all of one transport.
+Plans = list[list[Choice]]
+"""For each engine, in order, the choice for each of its workers."""
 
-    With each engine goes the way by which it was reached. The same from any order of engines, and on every rank whose
-    hello says the same. Raises PlanError, and UsageError for two engines of one name: every report would mix them up.
+
+def plan(sender: Hello, engines: Sequence[tuple[EngineInfo, Way]], wanted: Policy) -> Plans:
+    """The plan of a trainer of one rank: see ``plan_ranks``."""
+    return plan_ranks([sender], engines, wanted)[0]
+
+
+def plan_ranks(senders: Sequence[Hello], engines: Sequence[tuple[EngineInfo, Way]], wanted: Policy) -> list[Plans]:
+    """For each trainer rank, by rank, the plan of its links; all of one transport.
+
+    With each engine goes the way by which it was reached. The same from any order of engines. Raises PlanError, and
+    UsageError for two engines of one name: every report would mix them up.
     """
     links: dict[str, tuple[Hello, Hello]] = {}
-    for info, way in engines:
-        ours = msgspec.structs.replace(sender, reachable=(way,))
-        links.update({_link(info, index): (ours, worker.hello) for index, worker in enumerate(info.workers)})
-    if len(links) < sum(len(info.workers) for info, _ in engines):
+    for rank, sender in enumerate(senders):
+        for info, way in engines:
+            ours = msgspec.structs.replace(sender, reachable=(way,))
+            links.update({_link(info, n, rank): (ours, worker.hello) for n, worker in enumerate(info.workers)})
+    if len(links) < len(senders) * sum(len(info.workers) for info, _ in engines):
         raise UsageError(
             "two engines of one refit have the same name",
             observed=", ".join(sorted(info.name for info, _ in engines)),
             next_step="start each with a --name of its own",
         )
     if wanted.distinct_gpus:
-        check_devices({name: receiver for name, (_, receiver) in links.items()})
+        of_first = {_link(info, n, 0) for info, _ in engines for n in range(len(info.workers))}
+        check_devices({name: receiver for name, (_, receiver) in links.items() if name in of_first})
     choices = choose_common(links, wanted)
-    return [[choices[_link(info, index)] for index in range(len(info.workers))] for info, _ in engines]
+    return [
+        [[choices[_link(info, n, rank)] for n in range(len(info.workers))] for info, _ in engines]
+        for rank in range(len(senders))
+    ]
 
 
-def _link(info: EngineInfo, index: int) -> str:
-    return f"{info.name} worker {info.workers[index].rank}"
+def _link(info: EngineInfo, index: int, rank: int) -> str:
+    return f"{info.name} worker {info.workers[index].rank}" + (f" from rank {rank}" if rank else "")

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from syncstack.refit.pace import Stage
-from syncstack.weights.manifest import Manifest
-from syncstack.wire.messages import Staged
 
 
 class Progress:
@@ -21,8 +19,9 @@ class Progress:
         self.started = time.perf_counter()
         self.phase = "begin"
         self.phases: dict[str, float] = {}
-        self.manifest: Manifest | None = None
-        self.staged: list[Staged] = []
+        self.tensors = 0
+        self.digests_equal = 0
+        """Tensors that every worker has verified."""
         self.stage: Stage | None = None
         self.slow = ""
         """Why the bytes moved slower than expected; empty if they did not."""

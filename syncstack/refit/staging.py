@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
 
-from syncstack.errors import PathTooSlow, UsageError
+from syncstack.errors import PathTooSlow, RankLost, UsageError
 from syncstack.facts import Hello
 from syncstack.facts.cgroup import throttled_s
 from syncstack.refit.agreement import Agreement
 from syncstack.refit.members import Members
 from syncstack.refit.pace import ClockedSource, Stage, why_slow
 from syncstack.refit.progress import Progress
+from syncstack.refit.ranks import Alone, Retire, Send
 from syncstack.refit.target import Target
 from syncstack.refit.trial import Rate
 from syncstack.settings import Settings
 from syncstack.transports.senders import Sender, make_sender
-from syncstack.weights.manifest import Wanted, resolve
+from syncstack.weights.manifest import Wanted, divide, part_of, resolve
 from syncstack.weights.source import WeightSource, example_of
 
 log = logging.getLogger(__name__)
 
 
+SEND_S = 3600.0
+"""How long the other ranks may take over their shares; each of their waits is bounded by itself."""
+
+
 class Staging:
     """One coordinator's agreement with its engines, and its sender. Used from the coordinator's thread."""
 
-    def __init__(self, source: WeightSource, members: Members, settings: Settings, rank: int) -> None:
+    def __init__(
+        self, source: WeightSource, members: Members, settings: Settings, rank: int, ranks: Alone | None = None
+    ) -> None:
         self._source = source
         self._members = members
         self._settings = settings
-        self._agreement = Agreement(settings, rank)
+        self._ranks = ranks or Alone()
+        self._agreement = Agreement(settings, rank, self._ranks)
         self._planned: list[Target] = []
         """Whose links the transport was agreed on for."""
         self._transport = ""
@@ -92,24 +101,31 @@ class Staging:
             for target in self._members.live
             for link, way in zip(target.links, target.choices, strict=True)
         }
-        source = ClockedSource(self._source)
+        source = ClockedSource(self._source, whole=self._ranks.size > 1)
+        share = divide(wanted, self._ranks.size)[0]
+        order = Send(session=refit.session, version=refit.version, wanted=tuple(wanted))
         waited, begin = throttled_s(), time.perf_counter()
-        refit.manifest, refit.staged = self._sender.stage(
-            source,
-            wanted,
-            list(links),
-            session=refit.session,
-            version=refit.version,
-            wait_s=self._settings.link_s,
-            fd_ways={link: way for link, way in links.items() if way},
-        )
+        with self._ranks.together(order, wait_s=SEND_S) as others, source:
+            manifest, staged = self._sender.stage(
+                source,
+                part_of(wanted, share),
+                list(links),
+                session=refit.session,
+                version=refit.version,
+                wait_s=self._settings.link_s,
+                fd_ways={link: way for link, way in links.items() if way},
+                share=share,
+            )
+        everybody = [staged, *(other.staged for other in others)]
+        refit.tensors = len(wanted)
+        refit.digests_equal = sum(min(each.digests_equal for each in of_rank) for of_rank in everybody)
         refit.stage = Stage(
-            bytes=refit.manifest.payload_bytes,
+            bytes=manifest.payload_bytes + sum(other.bytes for other in others),
             seconds=time.perf_counter() - begin,
             first=not self._warm,
             source_s=source.seconds,
-            worker_s=max(staged.digest_s for staged in refit.staged),
-            cast_bytes=self._sender.cast_bytes,
+            worker_s=max(each.digest_s for of_rank in everybody for each in of_rank),
+            cast_bytes=self._sender.cast_bytes + sum(other.cast_bytes for other in others),
             throttled_s=throttled_s() - waited,
             unpinned=self._sender.unpinned,
         )
@@ -131,11 +147,14 @@ class Staging:
             self._told_slow = True
             log.warning("%s is slow: %s", self._transport, refit.slow)
 
-    def retire(self) -> None:
-        """A worker may still read what was staged last: never write that memory again."""
+    def retire(self, *, links: bool = False) -> None:
+        """A worker may still read what was staged last: never write that memory again. With ``links`` the other ranks
+        end theirs; this one's are the members'."""
         self._warm = False
         if self._sender is not None:
             self._sender.retire()
+        with contextlib.suppress(RankLost):  # which the next order says again, where somebody hears it
+            self._ranks.tell(Retire(links=links), wait_s=self._settings.link_s)
 
     def close(self) -> None:
         """Free what the sender holds. Links are the members'."""

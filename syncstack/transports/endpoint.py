@@ -16,7 +16,7 @@ from pathlib import Path
 
 from syncstack.errors import LinkLost, ProtocolError, SyncstackError
 from syncstack.transports.session import LinkServer, send_fault
-from syncstack.transports.staged import StagedVersion
+from syncstack.transports.staged import JointVersion, StagedVersion
 from syncstack.wire import unix
 from syncstack.wire.auth import AUTH_S, Token, prove_as_worker
 from syncstack.wire.link import Link, greet
@@ -51,7 +51,8 @@ class WorkerEndpoint:
         self.rank = rank
         self._link_s = link_s
         self._token = token
-        self._versions: dict[str, StagedVersion] = {}
+        self._versions: dict[str, dict[int, StagedVersion]] = {}
+        """The shares of each session, by index."""
         self._strangers: set[Link] = set()
         self._links: set[Link] = set()
         self._lock = threading.Lock()
@@ -62,30 +63,45 @@ class WorkerEndpoint:
         for listener in self._listeners:
             threading.Thread(target=self._accept, args=(listener,), name="syncstack-accept", daemon=True).start()
 
-    def take(self, session: str) -> StagedVersion:
+    def take(self, session: str) -> StagedVersion | JointVersion:
         """The version that was staged under ``session``. Raises ProtocolError; does not block."""
         with self._lock:
-            version = self._versions.get(session)
-        if version is None or version.lost:
+            parts = list(self._versions.get(session, {}).values())
+        if not parts or any(part.lost for part in parts):
             raise ProtocolError(
                 f"worker {self.rank} has no staged version of this session, or its trainer's link has ended",
                 next_step="stage the weights over the data link before load",
             )
-        return version
+        count = parts[0].offer.share.count
+        if len(parts) < count:
+            raise ProtocolError(
+                f"worker {self.rank} lacks shares of this session",
+                observed=f"{len(parts)} shares",
+                expected=f"{count}, one of each trainer rank",
+            )
+        return parts[0] if count == 1 else JointVersion(parts)
 
     def register(self, version: StagedVersion) -> None:
-        """Let ``take`` find a version that is being staged. Raises ProtocolError when its session has one already."""
+        """Let ``take`` find what is being staged. Raises ProtocolError when its session has it already, or is divided
+        in another way."""
+        session, share = version.offer.session, version.offer.share
         with self._lock:
-            if version.offer.session in self._versions:
+            parts = self._versions.get(session, {})
+            if share.index in parts or any(part.offer.share.count != share.count for part in parts.values()):
                 raise ProtocolError("this session was offered weights already")
-            self._versions[version.offer.session] = version
+            self._versions[session] = {**parts, share.index: version}
 
-    def drop(self, session: str) -> None:
-        """Forget a session, whatever became of it. Views that a loader still holds stay readable."""
+    def drop(self, session: str, share: int | None = None) -> None:
+        """Forget a session or one share of it, whatever became of it. Views that a loader still holds stay readable."""
         with self._lock:
-            version = self._versions.pop(session, None)
-        if version is not None:
-            version.close()
+            parts = self._versions.pop(session, {})
+            if share is not None:
+                left = {index: part for index, part in parts.items() if index != share}
+                parts = {index: part for index, part in parts.items() if index == share}
+                if left:
+                    self._versions[session] = left
+        for part in parts.values():
+            part.close()
 
     def close(self) -> None:
         """Stop listening and end every link."""

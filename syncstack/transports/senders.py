@@ -7,11 +7,12 @@ from typing import Protocol
 
 from syncstack.errors import PlanError
 from syncstack.transports import SPOKEN
+from syncstack.transports.collective.sender import CollectiveSender
 from syncstack.transports.cuda.sender import BY_FD, BY_IPC, CudaSender
 from syncstack.transports.host_fd.handover import FdWay
 from syncstack.transports.host_fd.sender import HostFdSender
 from syncstack.transports.stream.sender import StreamSender
-from syncstack.weights.manifest import Manifest, Wanted
+from syncstack.weights.manifest import WHOLE, Manifest, Share, Wanted
 from syncstack.weights.source import WeightSource
 from syncstack.wire.link import Link
 from syncstack.wire.messages import Staged
@@ -42,9 +43,13 @@ class Sender(Protocol):
         version: int,
         wait_s: float,
         fd_ways: Mapping[Link, FdWay] | None = None,
+        share: Share = WHOLE,
     ) -> tuple[Manifest, list[Staged]]:
-        """Move one version to every link's worker; blocks until each has verified it. ``wait_s`` bounds each message,
-        not the whole. Raises DigestMismatch, TransportError, LinkError or DeadlineExceeded as soon as it is known."""
+        """Move one version to every link's worker; blocks until each has verified it.
+
+        With several trainer ranks ``wanted`` is this one's ``share`` of it. ``wait_s`` bounds each message, not the
+        whole. Raises DigestMismatch, TransportError, LinkError or DeadlineExceeded as soon as it is known.
+        """
         ...
 
     def retire(self) -> None:
@@ -66,6 +71,8 @@ def make_sender(transport: str, *, bucket_bytes: int, device: str = "") -> Sende
         return CudaSender(_BY_GPU[transport], device)
     if transport == "host_fd":
         return HostFdSender(bucket_bytes=bucket_bytes)
+    if transport == "collective":
+        return CollectiveSender(bucket_bytes=bucket_bytes)
     if transport == "stream":
         return StreamSender(bucket_bytes=bucket_bytes)
     raise PlanError(f"transport {transport!r} is not in this build", expected=", ".join(SPOKEN))

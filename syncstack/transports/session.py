@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from functools import partial
 from typing import Protocol
 
 from syncstack.errors import DeadlineExceeded, ProtocolError, SyncstackError
+from syncstack.transports.collective.receiver import JOIN_S, CollectiveReceiver
+from syncstack.transports.collective.receiver import KIND as GROUP
 from syncstack.transports.cuda.handover import KINDS as CUDA
 from syncstack.transports.cuda.receiver import CudaReceiver
 from syncstack.transports.host_fd.receiver import HostFdReceiver
@@ -15,7 +18,20 @@ from syncstack.transports.staged import StagedVersion
 from syncstack.transports.stream.receiver import KIND as STREAM
 from syncstack.transports.stream.receiver import StreamReceiver
 from syncstack.wire.link import Link, close_fds
-from syncstack.wire.messages import BucketReady, Chunks, Fault, Offer, Piece, Staged, StageEnd, Table
+from syncstack.wire.messages import (
+    BucketReady,
+    Card,
+    Cards,
+    Cast,
+    Chunks,
+    Fault,
+    Join,
+    Offer,
+    Piece,
+    Staged,
+    StageEnd,
+    Table,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +42,7 @@ FAULT_S = 1.0
 """How long a Fault may take to be sent. The peer may be gone, or not read."""
 
 
-_Staging = Table | Chunks | Piece | BucketReady | StageEnd
+_Staging = Table | Chunks | Piece | Join | Cards | Cast | BucketReady | StageEnd
 """What a sender says between its offer and the worker's answer."""
 
 
@@ -37,8 +53,8 @@ class Registry(Protocol):
         """Keep a version; raises ProtocolError when its session has one already."""
         ...
 
-    def drop(self, session: str) -> None:
-        """Forget a session's version, if it has one."""
+    def drop(self, session: str, share: int | None = None) -> None:
+        """Forget a session, or one share of it."""
         ...
 
 
@@ -52,6 +68,7 @@ class LinkServer:
         self._by_fd = HostFdReceiver()
         self._by_link = StreamReceiver()
         self._by_gpu = CudaReceiver()
+        self._by_group = CollectiveReceiver(link.local_host, link_s)
         self._version: StagedVersion | None = None
         self._refused = ""
         """The session that this side gave up; its sender may have sent more of it before it heard so."""
@@ -95,8 +112,12 @@ class LinkServer:
                     version.read_bucket(message)
                 elif isinstance(message, Piece):
                     place = version.place(message.nbytes)
+                elif isinstance(message, Cast):
+                    version.take_cast(message.nbytes)
+                elif isinstance(message, Join):
+                    version.join(message, partial(self._exchange, offer.session))
                 else:
-                    version.hand_over(message, fds)
+                    version.hand_over(_of_gpu(message), fds)
             except Exception as error:  # noqa: BLE001 - as above
                 self._refuse(offer.session, error)
                 self._skip(message)
@@ -113,21 +134,34 @@ class LinkServer:
         kind = offer.handle.kind
         if kind != STREAM:
             self._by_link.close()
+        if kind != GROUP:
+            self._by_group.close()
         if kind not in CUDA:
             self._by_gpu.close()
-        if kind == STREAM or kind in CUDA:
+        opens = {STREAM: self._by_link.open, GROUP: self._by_group.open, **dict.fromkeys(CUDA, self._by_gpu.open)}
+        if kind in opens:
             self._by_fd.close()
-            return self._by_gpu.open(offer) if kind in CUDA else self._by_link.open(offer)
+            return opens[kind](offer)
         return self._by_fd.open(offer, fds)
+
+    def _exchange(self, session: str, card: bytes) -> tuple[bytes, ...]:
+        """Give the sender this worker's card and get those of its whole group."""
+        deadline = time.monotonic() + min(JOIN_S, self._link_s)
+        self._link.send(Card(session=session, card=card), deadline=deadline)
+        message, fds = self._next(session, deadline)
+        close_fds(fds)
+        if not isinstance(message, Cards):
+            raise ProtocolError("unexpected message", observed=type(message).__name__, expected="Cards")
+        return message.cards
 
     def _skip(self, message: _Staging) -> None:
         """What the sender had still to say of a session that was refused, and the bytes that it had announced."""
         if isinstance(message, Piece):
             self._link.skip_bytes(message.nbytes, deadline=time.monotonic() + self._link_s)
 
-    def _next(self, session: str) -> tuple[_Staging, list[int]]:
+    def _next(self, session: str, deadline: float | None = None) -> tuple[_Staging, list[int]]:
         """The next message of a stage and its descriptors, which are the caller's to close."""
-        message, fds = self._link.receive(deadline=time.monotonic() + self._link_s)
+        message, fds = self._link.receive(deadline=deadline or time.monotonic() + self._link_s)
         if not isinstance(message, _Staging) or message.session != session:
             close_fds(fds)
             raise ProtocolError("unexpected message inside a stage", observed=type(message).__name__)
@@ -138,10 +172,11 @@ class LinkServer:
         self._refused = session
         log.warning("session %s was refused: %s", session, error)
         send_fault(self._link, session, error)
+        self._by_group.leave()  # afterwards: the others only see that it left, and the sender shall hear why first
 
     def _forget(self) -> None:
         if self._version is not None:
-            self._registry.drop(self._version.offer.session)
+            self._registry.drop(self._version.offer.session, self._version.offer.share.index)
             self._version = None
 
     def close(self) -> None:
@@ -149,8 +184,14 @@ class LinkServer:
         if self._version is not None:
             self._version.lost = True
             self._forget()
-        for receiver in (self._by_fd, self._by_link, self._by_gpu):
+        for receiver in (self._by_fd, self._by_link, self._by_gpu, self._by_group):
             receiver.close()
+
+
+def _of_gpu(message: _Staging) -> Table | Chunks:
+    if isinstance(message, Table | Chunks):
+        return message
+    raise ProtocolError("unexpected message inside a stage", observed=type(message).__name__)
 
 
 def send_fault(link: Link, session: str, error: Exception) -> None:

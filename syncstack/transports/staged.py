@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from syncstack.errors import DigestMismatch, LinkLost, ProtocolError, TransportError
 from syncstack.weights.digest import digest
-from syncstack.weights.manifest import TensorSlot, check_slots
-from syncstack.wire.messages import BucketReady, Chunks, Offer, Staged, Table
+from syncstack.weights.manifest import TensorSlot, check_share, check_slots
+from syncstack.wire.messages import BucketReady, Chunks, Join, Offer, Staged, Table
 
 
 class Memory(Protocol):
@@ -46,10 +46,29 @@ class StagedVersion:
         self.lost = False
         """Set when the link ended; the bytes stay readable, but nobody vouches for the rest of the transaction."""
 
+    @property
+    def version(self) -> int:
+        """Which version it is."""
+        return self.offer.version
+
+    @property
+    def tensors(self) -> Sequence[TensorSlot]:
+        """Its tensors, in order."""
+        return self.offer.tensors
+
     def place(self, nbytes: int) -> memoryview:
         """Where the next ``nbytes`` from the link belong, for a transport whose bytes come that way; else, and for more
         than was offered, ProtocolError."""
         raise ProtocolError("bytes for a version that lies in the sender's memory", observed=f"{nbytes} bytes")
+
+    def join(self, join: Join, exchange: Callable[[bytes], Sequence[bytes]]) -> None:  # noqa: ARG002 - refused
+        """Become a member of the sender's group; ``exchange`` gives this worker's card for everybody's. Anywhere else
+        ProtocolError."""
+        raise ProtocolError("a group for a version that comes another way", observed=f"{join.size} members")
+
+    def take_cast(self, nbytes: int) -> None:
+        """Take the next ``nbytes`` from the group. Anywhere else ProtocolError."""
+        raise ProtocolError("bytes in a group for a version that comes another way", observed=f"{nbytes} bytes")
 
     def hand_over(self, message: Table | Chunks, fds: Sequence[int]) -> None:
         """What a sender of GPU memory tells of it; ``fds`` stay the caller's. Anywhere else ProtocolError."""
@@ -149,10 +168,44 @@ class StagedVersion:
         self._complete = False
 
 
+class JointVersion:
+    """One version of which each trainer rank has sent a share. Used like a StagedVersion that is complete."""
+
+    def __init__(self, parts: Sequence[StagedVersion]) -> None:
+        self._parts = parts
+        rows = [
+            (place, number, slot)
+            for number, part in enumerate(parts)
+            for place, slot in zip(part.offer.share.places, part.tensors, strict=True)
+        ]
+        rows.sort(key=lambda row: row[0])
+        self._owners = [number for _, number, _ in rows]
+        self.version = parts[0].version
+        self.tensors: Sequence[TensorSlot] = [slot for _, _, slot in rows]
+
+    def views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See StagedVersion. In the order of the whole, whoever sent what."""
+        views = [part.views() for part in self._parts]
+        for number in self._owners:
+            yield next(views[number])
+        self.check_unchanged()
+
+    def check_again(self) -> None:
+        """See StagedVersion."""
+        for part in self._parts:
+            part.check_again()
+
+    def check_unchanged(self) -> None:
+        """See StagedVersion. A part of no tensors is looked at too."""
+        for part in self._parts:
+            part.check_unchanged()
+
+
 def check_offer(offer: Offer) -> None:
     """Raise ProtocolError unless every tensor of an offer is consistent and inside its segment. First of all: the
     numbers come from the other process."""
     try:
         check_slots(offer.tensors, offer.segment_bytes)
+        check_share(offer.share, len(offer.tensors))
     except ValueError as error:
         raise ProtocolError("an offer describes tensors that do not fit its segment", observed=str(error)) from None

@@ -19,6 +19,10 @@ MAX_LISTED = 10
 """How many names of each kind an error lists."""
 
 
+MAX_SHARES = 64
+"""Most trainer ranks that send shares of one version."""
+
+
 class TensorSlot(msgspec.Struct, frozen=True, kw_only=True):
     """Where one tensor lies: ``offset`` bytes from the start of the segment's data area, contiguous, row-major."""
 
@@ -29,12 +33,28 @@ class TensorSlot(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: Annotated[int, Meta(ge=0, le=1 << 48)]
 
 
+class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one trainer rank sends of a version: the tensors at ``places`` in the whole, in that order.
+
+    ``index`` of ``count``: which of the ranks that each send a share. A rank that sends everything leaves all as it is.
+    """
+
+    index: Annotated[int, Meta(ge=0, lt=MAX_SHARES)] = 0
+    count: Annotated[int, Meta(ge=1, le=MAX_SHARES)] = 1
+    places: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 20)], ...], Meta(max_length=1 << 20)] = ()
+
+
+WHOLE = Share()
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The tensors of a version in the order in which they are sent."""
 
     tensors: tuple[TensorSlot, ...]
     total_bytes: int
     """Length of the data area, padding between tensors included."""
+    share: Share = WHOLE
+    """Which tensors of the version these are."""
 
     @property
     def payload_bytes(self) -> int:
@@ -49,8 +69,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-def layout(wanted: Iterable[Wanted]) -> Manifest:
-    """Place tensors one after the other, each aligned; names with one source share their bytes. Pure."""
+def layout(wanted: Iterable[Wanted], share: Share = WHOLE) -> Manifest:
+    """Place the tensors of a share one after the other, each aligned; names with one source share their bytes. Pure."""
     slots = []
     placed: dict[tuple[str, str], int] = {}
     end = 0
@@ -60,7 +80,42 @@ def layout(wanted: Iterable[Wanted]) -> Manifest:
         slots.append(TensorSlot(name=meta.name, dtype=meta.dtype, shape=meta.shape, offset=offset, nbytes=meta.nbytes))
         if offset == end:
             end += -(-meta.nbytes // ALIGNMENT) * ALIGNMENT
-    return Manifest(tensors=tuple(slots), total_bytes=end)
+    return Manifest(tensors=tuple(slots), total_bytes=end, share=share)
+
+
+def divide(wanted: Sequence[Wanted], count: int) -> tuple[Share, ...]:
+    """A share for each of ``count`` ranks, of nearly as many bytes each. Pure.
+
+    Tensor by tensor in the order of the whole, each to the rank that has the fewest bytes so far: ranks send side by
+    side while they all go through one source, so a share that is one run of it would wait for its turn. Names with one
+    source stay together, because they share their bytes.
+    """
+    if count == 1:
+        return (WHOLE,)
+    load = [0] * count
+    owner: dict[str, int] = {}
+    places: list[list[int]] = [[] for _ in range(count)]
+    for place, want in enumerate(wanted):
+        if want.source not in owner:
+            owner[want.source] = load.index(min(load))
+            load[owner[want.source]] += want.meta.nbytes
+        places[owner[want.source]].append(place)
+    return tuple(Share(index=index, count=count, places=tuple(mine)) for index, mine in enumerate(places))
+
+
+def part_of(wanted: Sequence[Wanted], share: Share) -> tuple[Wanted, ...]:
+    """The tensors of a share."""
+    return tuple(wanted) if share.count == 1 else tuple(wanted[place] for place in share.places)
+
+
+def check_share(share: Share, num_tensors: int) -> None:
+    """Raise ValueError unless a share is one of an offer of ``num_tensors`` tensors: places in order, once each."""
+    if share.index >= share.count:
+        raise ValueError(f"share {share.index} of {share.count}")
+    if len(share.places) != (num_tensors if share.count > 1 else 0):
+        raise ValueError(f"{len(share.places)} places for {num_tensors} tensors")
+    if any(low >= high for low, high in zip(share.places, share.places[1:], strict=False)):
+        raise ValueError("the places of a share are not in order")
 
 
 def check_slots(tensors: Sequence[TensorSlot], segment_bytes: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from syncstack.weights.meta import ParamMeta
 
@@ -49,7 +50,10 @@ def example_of(source: WeightSource) -> torch.Tensor | None:
 
 
 class ModuleSource:
-    """The state dict of an unsharded ``torch.nn.Module``: parameters and persistent buffers.
+    """The state dict of a ``torch.nn.Module``: parameters and persistent buffers.
+
+    One that is sharded (FSDP2, or anything else whose parameters are DTensors) is gathered tensor by tensor, so that a
+    rank holds a few whole ones and never the model; every rank of its mesh must go through it then.
 
     Two names with the same storage, offset, shape and strides are one tensor (tied weights); views that overlap in
     another way are sent separately, each with its own values.
@@ -74,6 +78,7 @@ class ModuleSource:
     @staticmethod
     def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
         # An empty tensor has no address to be identified by: each is its own.
+        tensor = _local(tensor)
         address = tensor.data_ptr() if tensor.numel() else id(tensor)
         return (tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
@@ -93,7 +98,7 @@ class ModuleSource:
 
     def example(self) -> torch.Tensor | None:
         """See Located. One on a GPU if there is any."""
-        found = [tensor for tensor in self._tensors().values() if tensor.numel()]
+        found = [_local(tensor) for tensor in self._tensors().values() if tensor.numel()]
         return next((tensor for tensor in found if tensor.device.type == "cuda"), found[0] if found else None)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -101,4 +106,9 @@ class ModuleSource:
         tied = self._tied(tensors)
         for name, tensor in tensors.items():
             if name not in tied:
-                yield name, tensor
+                yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -56,6 +56,14 @@ class Link:
         self.peer: LinkHello | None = None
         self._ended = False
 
+    @property
+    def local_host(self) -> str:
+        """This end's address, an IP literal; "" for a unix socket, or one that is closed."""
+        try:
+            return "" if self.passes_fds else str(self._socket.getsockname()[0])
+        except OSError:
+            return ""
+
     def fileno(self) -> int:
         """The socket's descriptor, for select; -1 when closed."""
         return self._socket.fileno()

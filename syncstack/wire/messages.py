@@ -11,6 +11,10 @@ The order is fixed::
     trainer -> worker   Table                if the offer's handle is of ``cuda`` and the table is another than before
     trainer -> worker   Chunks (+ their fds) as often as it takes, for each new segment of the table
     trainer -> worker   Piece + its bytes    as often as it takes, if the offer's handle is ``stream``
+    trainer -> worker   Join                 if the offer's handle is ``group`` and this sender has no group with it
+                                             worker -> trainer   Card
+    trainer -> worker   Cards
+    trainer -> worker   Cast                 as often as it takes; its bytes come in the group
     trainer -> worker   BucketReady ...      as the bytes become readable
     trainer -> worker   StageEnd
                                              worker -> trainer   Staged
@@ -27,9 +31,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from syncstack.weights.manifest import TensorSlot
+from syncstack.weights.manifest import WHOLE, Share, TensorSlot
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_CHUNK_FDS = 253
 """Most descriptors of one frame: the kernel's own limit (SCM_MAX_FD)."""
@@ -40,6 +44,9 @@ MAX_CHUNKS = 1 << 16
 MAX_PIECE_BYTES = 4 << 20
 """Most bytes that follow one frame: what a side that gave up a session has still to send, or to skip."""
 
+MAX_MEMBERS = 1024
+"""Most members of a group: one sender and its workers."""
+
 Name = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=8192)]
 Token = Annotated[str, Meta(min_length=8, max_length=64)]
@@ -48,6 +55,8 @@ U64 = Annotated[str, Meta(min_length=16, max_length=16)]
 """A 64-bit digest as 16 hex digits: msgpack integers of other languages are signed too often."""
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 Rank = Annotated[int, Meta(ge=0, le=1 << 20)]
+CardBytes = Annotated[bytes, Meta(max_length=1 << 14)]
+"""How one member of a group is reached, as its library writes it: it grows with the number of members."""
 Bytes32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
@@ -90,8 +99,9 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``memfd-scm``: the descriptor travels with the frame. ``memfd-pidfd``: the receiver takes descriptor ``fd`` of
     process ``pid``, which is meant as the PID namespace with inode ``pid_ns`` numbers it, and which started at
     ``start_ticks`` (field 22 of /proc/PID/stat): a number alone may be a stranger's. ``stream``: there is none; the
-    bytes of the segment's data area follow over the link, from first to last. ``cuda-scm``, ``cuda-pidfd``: the bytes
-    lie in GPU memory, a Table says where, and descriptors travel with Chunks or are taken as they say.
+    bytes of the segment's data area follow over the link, from first to last. ``group``: they come, in the same order,
+    from the member before this worker in the group that the sender has with its workers. ``cuda-scm``, ``cuda-pidfd``:
+    the bytes lie in GPU memory, a Table says where, and descriptors travel with Chunks or are taken as they say.
     """
 
     kind: Name = "memfd-scm"
@@ -109,6 +119,9 @@ class Offer(_Message, frozen=True, kw_only=True):
 
     With GPU memory ``segment`` names the sender, ``generation`` its table, and offsets only say how the tensors would
     lie in one piece; where they do lie is in the Table of that generation.
+
+    With several trainer ranks each offers its ``share`` on a link of its own; they are one version to the engine, which
+    takes nothing before all are there.
     """
 
     session: Token
@@ -118,6 +131,7 @@ class Offer(_Message, frozen=True, kw_only=True):
     generation: Count
     handle: Handle = Handle()
     tensors: Annotated[tuple[TensorSlot, ...], Meta(max_length=1 << 20)]
+    share: Share = WHOLE
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,6 +187,35 @@ class Piece(_Message, frozen=True, kw_only=True):
     nbytes: Annotated[int, Meta(ge=1, le=MAX_PIECE_BYTES)]
 
 
+class Join(_Message, frozen=True, kw_only=True):
+    """Make a group of ``size`` members, as member ``place``: the sender is 0, each worker has a place of its own."""
+
+    session: Token
+    place: Annotated[int, Meta(ge=1, lt=MAX_MEMBERS)]
+    size: Annotated[int, Meta(ge=2, le=MAX_MEMBERS)]
+
+
+class Card(_Message, frozen=True, kw_only=True):
+    """A worker's answer to Join: how the other members reach it."""
+
+    session: Token
+    card: CardBytes
+
+
+class Cards(_Message, frozen=True, kw_only=True):
+    """The cards of all members, in order. Each connects to every other now."""
+
+    session: Token
+    cards: Annotated[tuple[CardBytes, ...], Meta(min_length=2, max_length=MAX_MEMBERS)]
+
+
+class Cast(_Message, frozen=True, kw_only=True):
+    """The next ``nbytes`` of the data area come in the group."""
+
+    session: Token
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_PIECE_BYTES)]
+
+
 class BucketReady(_Message, frozen=True, kw_only=True):
     """Tensors ``first .. first + len(digests)`` of the offer are readable; their digests as the sender read them."""
 
@@ -205,5 +248,20 @@ class Fault(_Message, frozen=True, kw_only=True):
 
 
 Message = (
-    Challenge | Answer | Welcome | LinkHello | Offer | Table | Chunks | Piece | BucketReady | StageEnd | Staged | Fault
+    Challenge
+    | Answer
+    | Welcome
+    | LinkHello
+    | Offer
+    | Table
+    | Chunks
+    | Piece
+    | Join
+    | Card
+    | Cards
+    | Cast
+    | BucketReady
+    | StageEnd
+    | Staged
+    | Fault
 )

@@ -13,7 +13,7 @@ from tests.compose.stack import ROOT, Stack
 # What the layout leaves, and why not something better.
 TRANSPORT = {
     "colocated": ("host_fd", {"cuda_fd", "cuda_ipc"}),
-    "disagg": ("stream", {"cuda_fd", "cuda_ipc", "host_fd", "collective"}),
+    "disagg": ("collective", {"cuda_fd", "cuda_ipc", "host_fd"}),
 }
 
 

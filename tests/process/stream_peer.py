@@ -1,7 +1,8 @@
 """A worker's endpoint in a process of its own, for stages by ``stream``; it ends with its standard input.
 
-usage: stream_peer.py FOLDER [raises]    listen on FOLDER/worker-0.sock and on a port of 127.0.0.1, print the port;
-                                         raises: making memory for a version fails after a while
+usage: stream_peer.py FOLDER [MODE]    listen on FOLDER/worker-0.sock and on a port of 127.0.0.1, print the port;
+                                       raises: making memory for a version fails after a while
+                                       flips: what comes in a group loses a bit before it is looked at or passed on
 Then, a line each: ``views SESSION``   print the digests of the views that a loader would get, by name, and drop them
                    ``hold SESSION``    the same, and keep the views
                    ``held``            print the digests of the views that are kept
@@ -14,6 +15,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,6 +56,16 @@ def main() -> None:
             raise RuntimeError(f"broken while {data_bytes} bytes were asked for")
 
         receiver.OwnMemory = broken  # type: ignore[assignment,misc]
+    if sys.argv[2:] == ["flips"]:
+        from syncstack.transports.collective.group import Group
+
+        finish = Group._finish
+
+        def flip(group: Group, work: Any, data: torch.Tensor) -> None:
+            finish(group, work, data)
+            data[len(data) // 2] ^= 1
+
+        Group._finish = flip  # type: ignore[method-assign]
     listener = tcp.listen(Address("127.0.0.1", 0))
     endpoint = WorkerEndpoint(Path(sys.argv[1]) / "worker-0.sock", rank=0, link_s=30, tcp=listener, token=Token(SECRET))
     print(endpoint.port, flush=True)

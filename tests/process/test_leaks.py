@@ -44,7 +44,7 @@ def start(layout: str, start_engine: Callable[..., Engine]) -> list[Engine]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("layout", "transport"), [("colocated", "host_fd"), ("disagg", "stream")])
+@pytest.mark.parametrize(("layout", "transport"), [("colocated", "host_fd"), ("disagg", "collective")])
 def test_1000_refits_leave_no_trace(
     start_engine: Callable[..., Engine], model: Path, socket_dir: Path, layout: str, transport: str
 ) -> None:

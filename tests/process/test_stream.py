@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -32,6 +30,7 @@ from syncstack.wire.tcp import Address
 from tests.process.conftest import REPO, environment
 from tests.process.peer import SECRET, SLOT
 from tests.process.test_leaks import RSS_SLACK_BYTES, usage
+from tests.process.warm import Warm, WarmProcess
 
 WAYS = pytest.mark.parametrize("way", ["unix", "tcp"])
 MIB = 1 << 20
@@ -40,15 +39,12 @@ MIB = 1 << 20
 class Worker:
     """``stream_peer.py`` in a process of its own, and links to it."""
 
-    def __init__(self, *mode: str) -> None:
+    def __init__(self, warm: Warm, *mode: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         os.chmod(self._folder.name, 0o700)
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.process.stream_peer", self._folder.name, *mode],
-            env=environment(Path(self._folder.name)), cwd=REPO, stdin=pipe, stdout=pipe, stderr=pipe, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
+        script = REPO / "tests" / "process" / "stream_peer.py"
+        env = environment(Path(self._folder.name))
+        self.process = WarmProcess(warm, script, [self._folder.name, *mode], env=env)
         self.port = int(self.process.stdout.readline())
         self._links: list[Link] = []
 
@@ -64,8 +60,6 @@ class Worker:
         return link
 
     def ask(self, command: str, session: str = "") -> dict[str, str]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(f"{command} {session}\n")
         self.process.stdin.flush()
         found: dict[str, str] = json.loads(self.process.stdout.readline())
@@ -81,11 +75,11 @@ class Worker:
 
 
 @pytest.fixture
-def start_worker() -> Iterator[Callable[..., Worker]]:
+def start_worker(warm: Warm) -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
     def start(*mode: str) -> Worker:
-        workers.append(Worker(*mode))
+        workers.append(Worker(warm, *mode))
         return workers[-1]
 
     yield start

@@ -78,7 +78,7 @@ class Worker:
     def register(self, version: StagedVersion) -> None:
         self.versions[version.offer.session] = version
 
-    def drop(self, session: str) -> None:
+    def drop(self, session: str, share: int | None = None) -> None:
         version = self.versions.pop(session, None)
         if version is not None:
             version.close()

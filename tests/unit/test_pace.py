@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +67,37 @@ def test_a_source_is_clocked_and_changed_in_nothing() -> None:
     assert [name for name, _ in source] == ["weight", "bias"]
     assert source.metadata() == ModuleSource(module).metadata()
     assert source.seconds > 0
-    assert dict(source)["weight"].data_ptr() == module.weight.data_ptr()
+    assert dict(ClockedSource(ModuleSource(module)))["weight"].data_ptr() == module.weight.data_ptr()
+
+
+class Gathered(ModuleSource):
+    """Counts what it gives, as one that gathers would have to."""
+
+    given = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in super().__iter__():
+            self.given += 1
+            yield pair
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_whole_source_is_gone_through_however_the_stage_ends(taken: int, fails: bool) -> None:
+    inner = Gathered(torch.nn.Linear(3, 2))
+    with contextlib.suppress(KeyError), ClockedSource(inner, whole=True) as source:
+        for _ in itertools.islice(source, taken):
+            pass
+        if fails:
+            raise KeyError("a stage that failed")
+    assert inner.given == 2
+
+
+def test_a_source_that_is_not_shared_is_asked_no_more_than_the_stage_asks() -> None:
+    inner = Gathered(torch.nn.Linear(3, 2))
+    with ClockedSource(inner) as source:
+        next(iter(source))
+    assert inner.given == 1
 
 
 def test_the_metrics_tell_slow_from_served() -> None:

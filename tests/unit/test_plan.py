@@ -190,6 +190,12 @@ CASES: list[tuple[str, str, Edit, str]] = [
         without_network,
         "^no network that both are on: usable address families of the trainer: none; of the engine: none$",
     ),
+    (
+        "collective",
+        "a link over TCP",
+        lambda pair: trainer(pair, "reachable", ("unix",)),
+        "^the trainer reaches the engine by a unix socket, over which stream",
+    ),
     ("stream", "a network", without_network, "^no network"),
     ("disk", "a shared folder", apart, r"^they share no folder: the trainer's /run/syncstack is inode 5:9, .* 5:10"),
     ("disk", "a shared folder", other_host, "different hosts"),
@@ -233,11 +239,20 @@ def test_each_row_of_the_table_is_chosen_where_it_is_the_best() -> None:
         lambda pair: both(trainer(pair, "reachable", ("unix",)), "transports", ("disk",)),
     ):
         pair = take(pair)
-        choice = choose(*pair)
+        choice = choose_common({"engine-0": pair, "engine-1": pair})["engine-0"]
         found.append(choice.transport)
         assert tuple(choice.why_not) == BEST_FIRST[: BEST_FIRST.index(choice.transport)]
-        assert choose(*round_trip(pair)) == choice
+        assert choose_common({"engine-0": round_trip(pair), "engine-1": pair})["engine-0"] == choice
     assert tuple(found) == BEST_FIRST
+
+
+def test_a_worker_alone_needs_no_group() -> None:
+    pair = other_host(best_pair())
+    choice = choose(*pair)
+    assert choice.transport == "stream"
+    assert choice.why_not["collective"].startswith("it is for several workers")
+    assert choose(*pair, Policy(strict=True)) == choice
+    assert choose(*pair, Policy.of("collective")).transport == "collective"
 
 
 def test_two_gpus_that_reach_each_other_take_descriptors_at_another_rate() -> None:
@@ -324,9 +339,11 @@ class TestStrict:
 
     def test_other_hosts_must_get_their_best_too(self) -> None:
         pair = other_host(best_pair())
-        assert choose(*pair, Policy(strict=True)).transport == "collective"
-        with pytest.raises(PlanError, match="collective, cannot be used: not in this build"):
-            choose(*both(pair, "transports", ("stream",)), Policy(strict=True))
+        found = choose_common({"a": pair, "b": pair}, Policy(strict=True))
+        assert {choice.transport for choice in found.values()} == {"collective"}
+        lame = both(pair, "transports", ("stream",))
+        with pytest.raises(PlanError, match="collective, cannot be used: b: not in this build"):
+            choose_common({"a": pair, "b": lame}, Policy(strict=True))
 
 
 class TestCommon:
@@ -347,7 +364,7 @@ class TestCommon:
         near = without_network(cpu_pair())
         far = other_host(cpu_pair())
         assert choose(*near).transport == "host_fd"
-        assert choose(*far).transport == "collective"
+        assert choose(*far).transport == "stream"
         with pytest.raises(PlanError) as caught:
             choose_common({"near": near, "far": far})
         for text in ("host_fd: far: trainer and engine run on", "collective: near: no network", "disk: far: "):

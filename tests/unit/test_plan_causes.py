@@ -221,9 +221,9 @@ class TestBugLog:
     def test_a07_the_path_is_stated_with_its_reasons_and_strict_fails_instead(self) -> None:
         pair = engine(apart(best_pair()), "facts.namespaces.pid", "99")
         choice = choose(*pair)
-        assert choice.transport == "collective"
+        assert choice.transport == "stream"
         line = choice.line("engine-0")
-        for text in ("engine-0: collective (not cuda_fd: no descriptor", "; not cuda_ipc: ", "; not host_fd: "):
+        for text in ("engine-0: stream (not cuda_fd: no descriptor", "; not cuda_ipc: ", "; not host_fd: "):
             assert text in line
         assert {"transport", "why_not", "gb_per_s"} <= set(RefitReport.__struct_fields__)
         with pytest.raises(PlanError, match="cuda_fd, cannot be used"):
@@ -274,7 +274,7 @@ class TestBugLog:
         assert choice.transport == "host_fd"  # one sandbox: the trainer has reached the engine's socket
         assert "GPU proxy" in choice.why_not["cuda_fd"]
         outside = engine(best_pair(), "facts.runtime", sandbox)
-        assert choose(*outside).transport == "collective"
+        assert choose(*outside).transport == "stream"
         calls = {lack.need: lack.reason for lack in unmet(PIDFD, *pair)}
         assert "has no pidfd_getfd" in calls["pidfd_open and pidfd_getfd in the engine"]
         denied = engine(pidfd_pair(), "facts.syscalls.pidfd_getfd", refused("pidfd_getfd", "EPERM", "denied"))

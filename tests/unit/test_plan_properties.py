@@ -219,13 +219,15 @@ ORACLE: dict[str, Callable[[Hello, Hello], bool]] = {
     "cuda_fd": lambda s, r: gpu(s, r) and own(s) and own(r) and (scm(s, r) or pidfd(s, r)) and enough(s) and enough(r),
     "cuda_ipc": lambda s, r: gpu(s, r) and s.memory == "cuda-plain" and shares(s, r, "pid"),
     "host_fd": lambda s, r: one_host(s, r) and memfd(s) and (scm(s, r) or pidfd(s, r)),
-    "collective": network,
+    "collective": lambda s, r: network(s, r) and ("tcp" in (*s.reachable, *r.reachable) or not unix(s, r)),
     "stream": network,
     "disk": folder,
 }
 
 
-def usable(name: str, pair: Pair) -> bool:
+def usable(name: str, pair: Pair, policy: Policy, *, alone: bool = True) -> bool:
+    if name == "collective" and alone and policy.transports != ("collective",):
+        return False
     return all(name in hello.transports for hello in pair) and ORACLE[name](*pair)
 
 
@@ -234,7 +236,7 @@ def usable(name: str, pair: Pair) -> bool:
 def test_never_a_transport_whose_needs_are_unmet_and_always_the_first_whose_needs_are_met(
     pair: Pair, policy: Policy
 ) -> None:
-    wanted = next((name for name in policy.transports if usable(name, pair)), None)
+    wanted = next((name for name in policy.transports if usable(name, pair, policy)), None)
     found = attempt(pair, policy)
     if wanted is None:
         assert isinstance(found, str)
@@ -268,7 +270,7 @@ def more_gpus(pair: Pair) -> Pair:
 
 
 MORE: list[Edit] = [
-    lambda pair: trainer(pair, "reachable", tuple({*pair[0].reachable, "unix"})),
+    lambda pair: trainer(pair, "reachable", tuple({*pair[0].reachable, "unix", "tcp"})),
     lambda pair: trainer(pair, "reachable", tuple({*pair[0].reachable, "tcp"})),
     lambda pair: both(pair, "transports", BEST_FIRST),
     lambda pair: trainer(pair, "facts.boot_id", pair[1].facts.boot_id),
@@ -307,7 +309,9 @@ def test_a_capability_more_never_makes_the_choice_worse(pair: Pair, policy: Poli
 @given(st.lists(pairs(), min_size=1, max_size=3), POLICIES)
 @settings(max_examples=200, deadline=None)
 def test_all_links_take_the_first_transport_that_suits_them_all(links: list[Pair], policy: Policy) -> None:
-    wanted = next((name for name in policy.transports if all(usable(name, pair) for pair in links)), None)
+    alone = len(links) == 1
+    suits = (name for name in policy.transports if all(usable(name, pair, policy, alone=alone) for pair in links))
+    wanted = next(suits, None)
     named = {f"link {index}": pair for index, pair in enumerate(links)}
     try:
         choices = choose_common(named, policy)
@@ -321,9 +325,11 @@ def test_all_links_take_the_first_transport_that_suits_them_all(links: list[Pair
 # --- strict ----------------------------------------------------------------------------------------------------------
 
 
-def admitted(name: str, pair: Pair) -> bool:
-    """What no setting can change: the host, and what GPUs there are."""
+def admitted(name: str, pair: Pair, policy: Policy) -> bool:
+    """What no setting can change: the host, how many workers, and what GPUs there are."""
     s, r = pair
+    if name == "collective" and policy.transports != ("collective",):
+        return False
     if name in ("collective", "stream", "disk"):
         return True
     if not one_host(s, r):
@@ -347,8 +353,8 @@ def admitted(name: str, pair: Pair) -> bool:
 @settings(max_examples=600, deadline=None)
 def test_strict_never_returns_a_fallback(pair: Pair, policy: Policy) -> None:
     strict = attempt(pair, msgspec.structs.replace(policy, strict=True))
-    best = next((name for name in policy.transports if admitted(name, pair)), None)
-    if best is not None and usable(best, pair):
+    best = next((name for name in policy.transports if admitted(name, pair, policy)), None)
+    if best is not None and usable(best, pair, policy):
         assert isinstance(strict, Choice)
         assert strict.transport == best
         assert strict == attempt(pair, policy)
@@ -372,6 +378,6 @@ def test_the_strategy_reaches_every_transport_both_ways_and_a_refusal() -> None:
     assert seen >= {
         *(("cuda_fd", way) for way in ("scm", "pidfd")),
         *(("host_fd", way) for way in ("scm", "pidfd")),
-        *((name, "") for name in ("cuda_ipc", "collective", "stream", "disk")),
+        *((name, "") for name in ("cuda_ipc", "stream", "disk")),
         "none",
     }

@@ -101,6 +101,7 @@ class StubClient:
     """An engine that says hello and is too busy for a session."""
 
     way: Way = "unix"
+    address = "unix:/run/syncstack/engine-0"
 
     def __init__(self, info: EngineInfo) -> None:
         self.info = info

@@ -27,7 +27,7 @@ from syncstack.transports.session import LinkServer
 from syncstack.transports.staged import StagedVersion
 from syncstack.transports.stream.memory import OwnMemory
 from syncstack.transports.stream.receiver import StreamReceiver
-from syncstack.transports.stream.sender import _parts, _pieces, _Value
+from syncstack.transports.stream.sender import _parts, _Value, pieces_of
 from syncstack.weights.digest import digest
 from syncstack.weights.manifest import TensorSlot, Wanted, layout
 from syncstack.weights.meta import ParamMeta
@@ -86,7 +86,7 @@ def test_bytes_come_as_they_were_sent_however_they_are_cut_and_frames_follow(par
     with linked() as (one, two):
 
         def send() -> None:
-            for piece in _pieces([memoryview(part) for part in parts], most):
+            for piece in pieces_of([memoryview(part) for part in parts], most):
                 one.send_bytes(piece, deadline=soon())
             one.send(StageEnd(session=SESSION), deadline=soon())
 
@@ -101,7 +101,7 @@ def test_bytes_come_as_they_were_sent_however_they_are_cut_and_frames_follow(par
 
 @given(st.lists(st.binary(max_size=50)), st.integers(1, 60))
 def test_pieces_are_full_but_for_the_last(parts: list[bytes], most: int) -> None:
-    pieces = [b"".join(piece) for piece in _pieces([memoryview(part) for part in parts], most)]
+    pieces = [b"".join(piece) for piece in pieces_of([memoryview(part) for part in parts], most)]
     assert b"".join(pieces) == b"".join(parts)
     assert all(len(piece) == most for piece in pieces[:-1])
     assert all(0 < len(piece) <= most for piece in pieces[-1:])
@@ -178,7 +178,7 @@ def test_every_transport_of_this_build_has_a_sender_and_no_other() -> None:
         except TransportError as error:
             assert name.startswith("cuda_")
             assert "the CUDA driver" in str(error) or "cuInit" in str(error)
-    with pytest.raises(PlanError, match="'disk' is not in this build .expected: cuda_fd, cuda_ipc, host_fd, stream"):
+    with pytest.raises(PlanError, match="'disk' is not in this build .expected: cuda_fd, .*, collective, stream"):
         make_sender("disk", bucket_bytes=4096)
 
 
@@ -280,7 +280,7 @@ class Versions:
     def register(self, version: StagedVersion) -> None:
         self.found[version.offer.session] = version
 
-    def drop(self, session: str) -> None:
+    def drop(self, session: str, share: int | None = None) -> None:
         self.found.pop(session).close()
 
 

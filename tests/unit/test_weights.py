@@ -16,7 +16,20 @@ from hypothesis import strategies as st
 from syncstack.errors import ManifestMismatch, ModelFolderError
 from syncstack.weights.checkpoint import read_metas
 from syncstack.weights.digest import Hasher, digest
-from syncstack.weights.manifest import ALIGNMENT, TensorSlot, Wanted, check_slots, compare, layout, resolve
+from syncstack.weights.manifest import (
+    ALIGNMENT,
+    WHOLE,
+    Share,
+    TensorSlot,
+    Wanted,
+    check_share,
+    check_slots,
+    compare,
+    divide,
+    layout,
+    part_of,
+    resolve,
+)
 from syncstack.weights.meta import ParamMeta
 from syncstack.weights.source import ModuleSource
 
@@ -212,3 +225,45 @@ def test_the_engines_own_check_wants_exactly_its_tensors() -> None:
     compare([meta("w", 2)], [meta("w", 2)])
     with pytest.raises(ManifestMismatch, match="goes on serving its old weights"):
         compare([meta("w", 2), meta("v", 1)], [meta("w", 2)])
+
+
+class TestShares:
+    """What each of several trainer ranks sends."""
+
+    @given(st.lists(st.integers(0, 10**6), max_size=40), st.integers(1, 8), st.sets(st.integers(0, 39)))
+    def test_every_tensor_is_sent_once_and_none_is_parted_from_its_tie(
+        self, sizes: list[int], count: int, tied: set[int]
+    ) -> None:
+        wanted = [
+            Wanted(meta=meta(f"w{i}", size), source="w0" if i in tied else f"w{i}") for i, size in enumerate(sizes)
+        ]
+        shares = divide(wanted, count)
+        assert [share.index for share in shares] == list(range(count))
+        parts = [part_of(wanted, share) for share in shares]
+        assert sorted(want.meta.name for part in parts for want in part) == sorted(want.meta.name for want in wanted)
+        for source in {want.source for want in wanted}:
+            assert sum(any(want.source == source for want in part) for part in parts) == 1
+        for share, part in zip(shares, parts, strict=True):
+            check_share(share, len(part))
+            assert layout(part, share).share == share
+
+    @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=60), st.integers(2, 8))
+    def test_no_rank_has_more_than_its_part_and_one_tensor(self, sizes: list[int], count: int) -> None:
+        wanted = [Wanted(meta=meta(f"w{i}", size), source=f"w{i}") for i, size in enumerate(sizes)]
+        loads = [sum(want.meta.nbytes for want in part_of(wanted, share)) for share in divide(wanted, count)]
+        assert max(loads) <= sum(loads) / count + 4 * max(sizes)
+
+    @pytest.mark.parametrize(
+        ("share", "num", "reason"),
+        [
+            (Share(index=2, count=2, places=(0,)), 1, "share 2 of 2"),
+            (Share(index=0, count=2, places=(0, 1)), 1, "2 places for 1 tensors"),
+            (Share(index=0, count=1, places=(0,)), 1, "1 places for 1 tensors"),
+            (Share(index=0, count=2, places=(1, 1)), 2, "not in order"),
+            (Share(index=0, count=2, places=(2, 1)), 2, "not in order"),
+        ],
+    )
+    def test_a_share_that_makes_no_sense_is_refused(self, share: Share, num: int, reason: str) -> None:
+        check_share(WHOLE, 7)
+        with pytest.raises(ValueError, match=reason):
+            check_share(share, num)

@@ -26,7 +26,7 @@ from syncstack.transports.cuda.handover import Given, handle_for
 from syncstack.transports.cuda.table import OwnSegment, OwnTable
 from syncstack.transports.host_fd.handover import FdWay, default_way
 from syncstack.transports.values import ValueReader, check_shape
-from syncstack.weights.manifest import Manifest, TensorSlot, Wanted, layout
+from syncstack.weights.manifest import WHOLE, Manifest, Share, TensorSlot, Wanted, layout
 from syncstack.weights.source import WeightSource
 from syncstack.wire.link import Link
 from syncstack.wire.messages import BucketReady, Offer, Staged, StageEnd, Table
@@ -88,6 +88,7 @@ class CudaSender:
         version: int,
         wait_s: float,
         fd_ways: Mapping[Link, FdWay] | None = None,
+        share: Share = WHOLE,
     ) -> tuple[Manifest, list[Staged]]:
         """Show one version to every link's worker and wait until each has verified it.
 
@@ -96,7 +97,7 @@ class CudaSender:
         DeadlineExceeded.
         """
         self._reader.await_idle(wait_s)
-        manifest = layout(wanted)
+        manifest = layout(wanted, share)
         stop = threading.Event()
         ways = {link: (fd_ways or {}).get(link) or default_way(link) for link in links}
         given = Given(ways, session=session, wait_s=wait_s)
@@ -170,6 +171,7 @@ class CudaSender:
             segment_bytes=manifest.total_bytes,
             generation=table.generation,
             tensors=manifest.tensors,
+            share=manifest.share,
         )
 
     def _digests(self, values: Sequence[torch.Tensor]) -> Callable[[], tuple[str, ...]]:

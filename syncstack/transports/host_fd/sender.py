@@ -21,7 +21,7 @@ from syncstack.transports.host_fd.segment import SenderSegment
 from syncstack.transports.pinned import DriverRegistrar
 from syncstack.transports.values import ValueReader, check_shape, plain
 from syncstack.weights.digest import Hasher, digest
-from syncstack.weights.manifest import Manifest, TensorSlot, Wanted, layout
+from syncstack.weights.manifest import WHOLE, Manifest, Share, TensorSlot, Wanted, layout
 from syncstack.weights.source import WeightSource
 from syncstack.wire.link import Link
 from syncstack.wire.messages import BucketReady, Offer, Staged, StageEnd
@@ -60,6 +60,7 @@ class HostFdSender:
         version: int,
         wait_s: float,
         fd_ways: Mapping[Link, FdWay] | None = None,
+        share: Share = WHOLE,
     ) -> tuple[Manifest, list[Staged]]:
         """Move one version to every link's worker and wait until each has read and verified it.
 
@@ -71,7 +72,7 @@ class HostFdSender:
         segment is given up then, because a worker may still be reading it, and no reference to it is kept.
         """
         self._reader.await_idle(wait_s)
-        manifest = layout(wanted)
+        manifest = layout(wanted, share)
         segment = self._ensure_segment(manifest.total_bytes)
         stop = threading.Event()
         try:
@@ -136,6 +137,7 @@ class HostFdSender:
             generation=generation,
             handle=handle,
             tensors=manifest.tensors,
+            share=manifest.share,
         )
         link.send(offer, fds=() if self._known.get(link) == segment.nonce else fds, deadline=deadline)
         self._known[link] = segment.nonce

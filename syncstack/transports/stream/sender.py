@@ -23,15 +23,17 @@ from syncstack.transports.host_fd.handover import FdWay
 from syncstack.transports.stream.receiver import KIND
 from syncstack.transports.values import ValueReader, check_shape, plain
 from syncstack.weights.digest import digest
-from syncstack.weights.manifest import ALIGNMENT, Manifest, TensorSlot, Wanted, layout
+from syncstack.weights.manifest import ALIGNMENT, WHOLE, Manifest, Share, TensorSlot, Wanted, layout
 from syncstack.weights.source import WeightSource
 from syncstack.wire.link import Link
 from syncstack.wire.messages import MAX_PIECE_BYTES, BucketReady, Handle, Offer, Piece, Staged, StageEnd
 
-_ZEROS = memoryview(bytes(ALIGNMENT))
+_ZEROS = memoryview(bytearray(ALIGNMENT))
 """What lies between two tensors."""
 
 _MAX_LINKS = 1024
+
+GIVEN_UP = "the version was given up"
 
 
 class _Value:
@@ -57,6 +59,9 @@ Bucket = list[tuple[TensorSlot, _Value]]
 class StreamSender:
     """One per trainer rank. Called by the coordinator, from one thread; blocks until every worker has verified."""
 
+    kind = KIND
+    """The handle of its offers."""
+
     def __init__(self, *, bucket_bytes: int) -> None:
         self._reader = ValueReader(bucket_bytes=bucket_bytes, window_bytes=2 * bucket_bytes)
         self._threads = ThreadPoolExecutor(_MAX_LINKS, "syncstack-stream")  # as many as there are links
@@ -81,6 +86,7 @@ class StreamSender:
         version: int,
         wait_s: float,
         fd_ways: Mapping[Link, FdWay] | None = None,
+        share: Share = WHOLE,
     ) -> tuple[Manifest, list[Staged]]:
         """Move one version to every link's worker and wait until each has received and verified it.
 
@@ -92,7 +98,7 @@ class StreamSender:
         """
         del fd_ways
         self._reader.await_idle(wait_s)
-        manifest = layout(wanted)
+        manifest = layout(wanted, share)
         stop = threading.Event()
         try:
             offer = Offer(
@@ -101,19 +107,28 @@ class StreamSender:
                 segment=secrets.token_hex(16),
                 segment_bytes=manifest.total_bytes,
                 generation=0,
-                handle=Handle(kind=KIND),
+                handle=Handle(kind=self.kind),
                 tensors=manifest.tensors,
+                share=manifest.share,
             )
             for link in links:
                 link.send(offer, deadline=time.monotonic() + wait_s)
+            self._prepare(links, session, wait_s)
             buckets = self._reader.buckets(source, wanted, manifest, _Value, stop)
             filling = self._reader.start(lambda: self._send(buckets, links, stop, session, wait_s))
             num = len(manifest.tensors)
             return manifest, collect_answers(links, filling, session=session, num_tensors=num, wait_s=wait_s)
         except BaseException:
             stop.set()
+            self._broken()
             self._reader.release()
             raise
+
+    def _prepare(self, links: Sequence[Link], session: str, wait_s: float) -> None:
+        """What comes between the offers and the first bytes."""
+
+    def _broken(self) -> None:
+        """A version was given up: end what its thread may be waiting for."""
 
     def _send(
         self,
@@ -129,14 +144,25 @@ class StreamSender:
             parts, sent = _parts(bucket, sent)
             digests = tuple(value.digest for _, value in bucket)
             ready = BucketReady(session=session, first=first, digests=digests)
-
-            def send(link: Link, parts: list[memoryview] = parts, ready: BucketReady = ready) -> None:
-                _send_parts(link, parts, stop, session, wait_s)
-                link.send(ready, deadline=time.monotonic() + wait_s)
-
-            self._on_all(links, send, stop)
+            self._send_bucket(parts, ready, links, stop, wait_s)
         for link in links:
             link.send(StageEnd(session=session), deadline=time.monotonic() + wait_s)
+
+    def _send_bucket(
+        self,
+        parts: Sequence[memoryview],
+        ready: BucketReady,
+        links: Sequence[Link],
+        stop: threading.Event,
+        wait_s: float,
+    ) -> None:
+        """Send ``parts`` to every worker, and then ``ready``; they are free to change when this returns."""
+
+        def send(link: Link) -> None:
+            _send_parts(link, parts, stop, ready.session, wait_s)
+            link.send(ready, deadline=time.monotonic() + wait_s)
+
+        self._on_all(links, send, stop)
 
     def _on_all(self, links: Sequence[Link], send: Callable[[Link], None], stop: threading.Event) -> None:
         """Do it on all links at once; raises the first error, when nobody sends any more."""
@@ -173,7 +199,7 @@ def _parts(bucket: Bucket, sent: int) -> tuple[list[memoryview], int]:
     return parts, sent
 
 
-def _pieces(parts: Sequence[memoryview], most: int = MAX_PIECE_BYTES) -> Iterator[list[memoryview]]:
+def pieces_of(parts: Sequence[memoryview], most: int = MAX_PIECE_BYTES) -> Iterator[list[memoryview]]:
     """The same bytes in runs of ``most`` and one of the rest."""
     run, room = list[memoryview](), most
     for part in parts:
@@ -189,9 +215,9 @@ def _pieces(parts: Sequence[memoryview], most: int = MAX_PIECE_BYTES) -> Iterato
 
 
 def _send_parts(link: Link, parts: Sequence[memoryview], stop: threading.Event, session: str, wait_s: float) -> None:
-    for piece in _pieces(parts):
+    for piece in pieces_of(parts):
         if stop.is_set():
-            raise TransportError("the version was given up")
+            raise TransportError(GIVEN_UP)
         nbytes = sum(part.nbytes for part in piece)
         try:
             link.send(Piece(session=session, nbytes=nbytes), deadline=time.monotonic() + wait_s)
