@@ -81,6 +81,10 @@ faults: dev ## docs/faults.md from a run of every fault in every phase
 bench: dev ## The transport against one memcpy and one digest of the same bytes
 	$(BIN)/python -m bench
 
+.PHONY: bench-senders
+bench-senders: dev ## As root: 1, 2 and 4 trainer ranks behind limited links, in network namespaces
+	$(BIN)/python -m bench.senders
+
 ##@ Generated files
 
 .PHONY: lock

@@ -17,6 +17,7 @@ from syncstack.errors import EngineError, EngineUnreachable
 log = logging.getLogger(__name__)
 
 VERSION_HEADER = "X-Syncstack-Version"
+MIN_VERSION_HEADER = "X-Syncstack-Min-Version"
 BUSY = 503
 PARALLEL_REQUESTS = 8
 
@@ -91,9 +92,11 @@ class EngineApi:
         EngineUnreachable, or EngineError for any other refusal and for a version other than ``version``.
         """
         deadline = time.monotonic() + self._timeout_s
+        # An engine that was left behind refuses by itself then, before it has generated anything.
+        headers = {} if version is None else {MIN_VERSION_HEADER: str(version)}
         while True:
             try:
-                response = self._http.request(method, path, json=body)
+                response = self._http.request(method, path, json=body, headers=headers)
             except httpx.HTTPError as error:
                 raise EngineUnreachable(
                     f"the engine at {self._url} did not answer {path}",

@@ -18,6 +18,10 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 VERSION_HEADER = b"x-syncstack-version"
+MIN_VERSION_HEADER = b"x-syncstack-min-version"
+"""A request's: the oldest weights that may answer it, a decimal number."""
+
+MAX_DIGITS = 16
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/v1/models"})
 """Read-only routes that neither generate nor touch weights: always let through, but for a deaf engine's health."""
@@ -31,9 +35,11 @@ class Gate:
     An engine whose control endpoint does not listen, not yet or no more, is not healthy, whatever else it can do: no
     trainer gets in. That is all that its health tells anybody who asks.
 
-    A refused request gets 503 and, while an update is on, ``Retry-After: 1``. Version is that of the moment when the
-    request was let in: with ``pause_mode=keep`` a request that is frozen over an update ends under the next one. The
-    other modes wait for every request in the gate.
+    A refused request gets 503 and, while an update is on, ``Retry-After: 1``. So does one that asks for newer weights
+    than these, with ``Retry-After`` only where they are on their way: whoever cannot wait asks another engine.
+
+    Version is that of the moment when the request was let in: with ``pause_mode=keep`` a request that is frozen over an
+    update ends under the next one. The other modes wait for every request in the gate.
     """
 
     def __init__(self, app: App, state: EngineState) -> None:
@@ -49,8 +55,12 @@ class Gate:
         if scope["type"] == "lifespan" or path in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        if not self._state.accepts_requests:
-            await self._refuse(scope, send)
+        wanted = _wanted(scope)
+        if wanted is None:
+            await _answer(send, _NO_VERSION, "bad_version", [], status=400)
+            return
+        if not self._state.accepts_requests or wanted > self._state.version:
+            await self._refuse(scope, send, wanted)
             return
         version = str(self._state.version).encode()
         self._state.in_flight += 1
@@ -67,11 +77,17 @@ class Gate:
 
         await self._app(scope, receive, with_version)
 
-    async def _refuse(self, scope: Scope, send: Send) -> None:
+    async def _refuse(self, scope: Scope, send: Send, wanted: int) -> None:
         if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1013, "reason": "weights are not verified"})
+            await send({"type": "websocket.close", "code": 1013, "reason": "weights are not verified, or too old"})
             return
         state = self._state
+        if state.accepts_requests:
+            coming = state.target is not None and state.target >= wanted
+            headers = [(VERSION_HEADER, str(state.version).encode()), *[(b"retry-after", b"1")] * coming]
+            text = f"this engine serves version {state.version}, and the request asks for {wanted} or later"
+            await _answer(send, text, "engine_stale", headers)
+            return
         dirty = state.step is Step.DIRTY or bool(state.reason)
         updating = f"weights are being updated ({state.step})"
         if state.held:
@@ -83,9 +99,23 @@ class Gate:
         await _answer(send, message, "engine_dirty" if dirty else "engine_updating", headers)
 
 
-async def _answer(send: Send, message: str, kind: str, headers: list[tuple[bytes, bytes]]) -> None:
-    """A 503 in the form of OpenAI's errors."""
-    error = {"message": message, "type": kind, "code": 503}
+_NO_VERSION = "X-Syncstack-Min-Version is no version: one decimal number of up to 16 digits"
+
+
+def _wanted(scope: Scope) -> int | None:
+    """The version that a request asks for at least, 0 where it asks for none; None for one that makes no sense."""
+    given = [value for name, value in scope["headers"] if name == MIN_VERSION_HEADER]
+    if not given:
+        return 0
+    value = given[0]
+    return int(value) if len(given) == 1 and value.isdigit() and len(value) <= MAX_DIGITS else None
+
+
+async def _answer(
+    send: Send, message: str, kind: str, headers: list[tuple[bytes, bytes]], *, status: int = 503
+) -> None:
+    """A refusal in the form of OpenAI's errors."""
+    error = {"message": message, "type": kind, "code": status}
     headers = [(b"content-type", b"application/json"), *headers]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})

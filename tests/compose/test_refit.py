@@ -72,5 +72,9 @@ def test_every_engine_still_serves_the_last_version(stack: Stack) -> None:
         answer = httpx.post(f"{base}/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["message"]["content"]
-        assert answer.headers["x-syncstack-version"] == str(stack.report["refits"][-1]["version"])
+        version = stack.report["refits"][-1]["version"]
+        assert answer.headers["x-syncstack-version"] == str(version)
+        newer = {"X-Syncstack-Min-Version": str(version + 1)}
+        stale = httpx.post(f"{base}/chat/completions", json=body, headers=newer, timeout=60)
+        assert (stale.status_code, stale.json()["error"]["type"]) == (503, "engine_stale")
         assert f"still serving: curl {base}/models" in stack.output

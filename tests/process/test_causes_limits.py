@@ -173,7 +173,7 @@ def test_addresses_of_both_families_and_the_way_to_a_peer() -> None:
 
 
 @alone
-def test_namespaces_tell_who_shares_what() -> None:
+def test_c20_namespaces_tell_who_shares_what() -> None:
     def inside() -> Any:
         kernel.unshare(kernel.NEWIPC | kernel.NEWNET | kernel.NEWNS)
         return msgspec.to_builtins(collect())

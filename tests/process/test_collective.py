@@ -54,7 +54,7 @@ def test_every_loader_gets_what_the_source_gave(
     assert [worker.ask("views", "session-9") for worker in workers] == [digests_of(source, dtype)] * num
 
 
-def test_the_trainers_default_group_is_untouched(start_worker: Start, sender: CollectiveSender) -> None:
+def test_c01_the_trainers_default_group_is_untouched(start_worker: Start, sender: CollectiveSender) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         before = dist.distributed_c10d._world.pg_map.copy()

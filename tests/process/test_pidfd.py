@@ -284,7 +284,7 @@ def test_a_nonce_that_differs_in_either_half_is_refused(hold: Hold, digit: int) 
 
 
 @pytest.mark.parametrize("kind", ["fabric", "cuda-ipc", "memfd", ""])
-def test_a04_an_unknown_kind_is_refused_by_its_name(hold: Hold, kind: str) -> None:
+def test_a04_d53_an_unknown_kind_is_refused_by_its_name(hold: Hold, kind: str) -> None:
     offer, _ = hold()
     refused(with_handle(offer, kind=kind), f"memory of kind '{kind}' is not known to this worker")
 

@@ -96,7 +96,7 @@ def check(answers: list[dict[str, Any]], engines: list[Engine], version: int, tr
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_rank_sends_its_share_in_a_group(engines: list[Engine], start_ranks: StartRanks, world: int) -> None:
+def test_c27_every_rank_sends_its_share_in_a_group(engines: list[Engine], start_ranks: StartRanks, world: int) -> None:
     ranks = start_ranks(world, engines)
     for version in (1, 2, 3):
         check(together(ranks, f"refit {version} {version}"), engines, version, "collective")
@@ -131,7 +131,7 @@ def test_a_source_that_fails_on_one_rank_fails_the_version_on_all(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_dies_or_stops_fails_the_version_on_all_ranks(
+def test_c28_an_engine_that_dies_or_stops_fails_the_version_on_all_ranks(
     engines: list[Engine], start_ranks: StartRanks, number: int
 ) -> None:
     ranks = start_ranks(2, engines)

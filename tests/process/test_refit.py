@@ -120,7 +120,7 @@ def test_an_engine_that_dies_in_a_load_is_named_with_its_phase_within_5_s(
     assert trainer.wait(timeout=10) == 1
 
 
-def test_an_engine_that_is_frozen_in_a_load_is_given_up(
+def test_e09_an_engine_that_is_frozen_in_a_load_is_given_up(
     start_engine: StartEngine, start_trainer: StartTrainer, model: Path, socket_dir: Path
 ) -> None:
     engine = start_engine(slow_s=SLOW_S)
@@ -134,7 +134,7 @@ def test_an_engine_that_is_frozen_in_a_load_is_given_up(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_trainer_that_dies_in_a_load_leaves_a_dirty_engine_that_the_next_refit_heals(
+def test_c12_a_trainer_that_dies_in_a_load_leaves_a_dirty_engine_that_the_next_refit_heals(
     start_engine: StartEngine, start_trainer: StartTrainer, model: Path, socket_dir: Path, number: int
 ) -> None:
     engine = start_engine(slow_s=SLOW_S)
@@ -226,7 +226,7 @@ def stage(link: Link, session: str, version: int, tensors: Sequence[ParamMeta]) 
 
 
 @pytest.mark.parametrize("fault", ["another shape", "another version", "a subset", "changed bytes"])
-def test_only_what_begin_announced_and_the_worker_verified_is_published(
+def test_c04_only_what_begin_announced_and_the_worker_verified_is_published(
     start_engine: StartEngine, socket_dir: Path, fault: str
 ) -> None:
     engine = start_engine()
@@ -253,7 +253,7 @@ def test_only_what_begin_announced_and_the_worker_verified_is_published(
     client.close()
 
 
-def test_commit_without_the_steps_before_it_publishes_nothing(start_engine: StartEngine, socket_dir: Path) -> None:
+def test_d39_commit_without_the_steps_before_it_publishes_nothing(start_engine: StartEngine, socket_dir: Path) -> None:
     engine = start_engine()
     client = EngineClient.connect(engine.address, settings=Settings.load(socket_dir=socket_dir))
     lease = client.begin("session-in-a-hurry", 99, client.info.tensors)

@@ -153,7 +153,7 @@ SHAPES = [(3, 5), (), (0, 7), (1 << 20,), *[(256, 300)] * 12, (7,)]
 
 @WAYS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_loader_gets_what_the_source_gave(
+def test_d01_d08_the_loader_gets_what_the_source_gave(
     start_worker: Callable[..., Worker], sender: StreamSender, way: str, dtype: str
 ) -> None:
     worker, source = start_worker(), Source(SHAPES)
@@ -246,7 +246,7 @@ def test_a_bit_that_flips_on_the_way_is_found_and_named(
         link.close()
 
 
-def test_a_refusal_is_heard_while_the_source_is_busy_and_the_link_goes_on(
+def test_e07_a_refusal_is_heard_while_the_source_is_busy_and_the_link_goes_on(
     start_worker: Callable[..., Worker], sender: StreamSender
 ) -> None:
     source = Source(SHAPES, hold=1)

@@ -293,7 +293,7 @@ def test_a_place_that_cannot_be_listened_on_is_refused(socket_dir: Path, model: 
 
 
 @KINDS
-def test_a_taken_port_is_refused_before_the_model_is_loaded(
+def test_c06_a_taken_port_is_refused_before_the_model_is_loaded(
     socket_dir: Path, model: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SYNCSTACK_TOKEN", TOKEN)

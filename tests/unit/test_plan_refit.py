@@ -50,7 +50,7 @@ MUTE = put(ENGINE, "transports", ())
 STREAM_ONLY = put(ENGINE, "transports", ("stream",))
 
 
-def test_the_worst_worker_decides_for_every_engine_in_any_order() -> None:
+def test_c21_the_worst_worker_decides_for_every_engine_in_any_order() -> None:
     engines = reached(info("a", ENGINE, STREAM_ONLY), info("b", ENGINE))
     choices = plan(TRAINER, engines, Policy())
     assert [[choice.transport for choice in workers] for workers in choices] == [["stream", "stream"], ["stream"]]

@@ -143,7 +143,7 @@ def test_a_new_segment_needs_its_descriptor() -> None:
     ids=["transposed", "expanded", "sliced", "scalar", "empty", "several pieces"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_kind_of_tensor_is_written_as_its_contiguous_cast(value: torch.Tensor, dtype: str) -> None:
+def test_d05_every_kind_of_tensor_is_written_as_its_contiguous_cast(value: torch.Tensor, dtype: str) -> None:
     wanted = value.contiguous().to(getattr(torch, dtype))
     raw = wanted.reshape(-1).view(torch.uint8).numpy().tobytes()
     segment = SenderSegment(max(len(raw), 1))

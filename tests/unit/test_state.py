@@ -63,7 +63,7 @@ def test_a_held_engine_serves_from_its_first_commit_on() -> None:
         (Step.COMMITTED, Step.SERVING, 1),
     ],
 )
-def test_abort_at_every_step(step: Step | None, ends: Step, version: int) -> None:
+def test_d37_abort_at_every_step(step: Step | None, ends: Step, version: int) -> None:
     state = at(step)
     state.abort("the trainer died")
     assert (state.step, state.version) == (ends, version)
@@ -71,7 +71,7 @@ def test_abort_at_every_step(step: Step | None, ends: Step, version: int) -> Non
     assert ("the trainer died" in state.reason) is (ends is Step.DIRTY)
 
 
-def test_a_dirty_engine_serves_again_only_after_a_full_refit() -> None:
+def test_d38_a_dirty_engine_serves_again_only_after_a_full_refit() -> None:
     state = at(Step.LOADING)
     state.abort("first")
     with pytest.raises(EngineDirty, match="first"):
@@ -87,7 +87,7 @@ def test_a_dirty_engine_serves_again_only_after_a_full_refit() -> None:
     assert (state.version, state.accepts_requests, state.reason) == (2, True, "")
 
 
-def test_begin_twice_for_one_version_is_one_session_and_another_version_is_refused() -> None:
+def test_e11_begin_twice_for_one_version_is_one_session_and_another_version_is_refused() -> None:
     state = at(None)
     state.begin(1, "again")
     state.check_session("again")

@@ -232,7 +232,7 @@ def staged(receiver: StreamReceiver, fill: int) -> StagedVersion:
     return version
 
 
-def test_a_version_that_a_loader_still_reads_is_never_overwritten() -> None:
+def test_d04_d45_a_version_that_a_loader_still_reads_is_never_overwritten() -> None:
     receiver = StreamReceiver()
     first = staged(receiver, 1)
     ((_, held),) = first.views()
@@ -253,7 +253,7 @@ def test_a_version_that_a_loader_still_reads_is_never_overwritten() -> None:
     assert third.tolist() == [3] * 64
 
 
-def test_what_does_not_belong_to_the_offer_is_refused() -> None:
+def test_c31_what_does_not_belong_to_the_offer_is_refused() -> None:
     version = StreamReceiver().open(offer(slot(), slot(name="v", offset=64)))
     with pytest.raises(ProtocolError, match="announced before their bytes came .observed: 0 bytes"):
         version.read_bucket(BucketReady(session=SESSION, first=0, digests=("0" * 16,)))

@@ -149,7 +149,7 @@ def test_a_model_is_loaded_directly_only_if_every_layer_is_known_to_compute_as_l
     assert not computes_as_loaded(torch.nn.Sequential())
 
 
-def test_a_direct_load_fills_the_parameters_in_place_and_names_what_was_left_out(
+def test_d19_d27_a_direct_load_fills_the_parameters_in_place_and_names_what_was_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Model(torch.nn.Module):

@@ -39,7 +39,7 @@ def meta(name: str, *shape: int, dtype: str = "float32") -> ParamMeta:
 
 
 class TestResolve:
-    def test_the_engines_dtype_wins_among_floats(self) -> None:
+    def test_d09_the_engines_dtype_wins_among_floats(self) -> None:
         (want,) = resolve([meta("w", 2)], [meta("w", 2, dtype="bfloat16")], {})
         assert want == Wanted(meta=meta("w", 2, dtype="bfloat16"), source="w")
 
@@ -61,7 +61,7 @@ class TestResolve:
         assert [slot.offset for slot in manifest.tensors] == [0, 0]
         assert manifest.total_bytes == ALIGNMENT
 
-    def test_all_four_kinds_of_difference_are_listed_ten_at_most(self) -> None:
+    def test_d17_all_four_kinds_of_difference_are_listed_ten_at_most(self) -> None:
         source = [meta(f"extra{i}", 1) for i in range(12)] + [meta("shape", 2), meta("type", 1, dtype="int8")]
         expected = [meta(f"missing{i}", 1) for i in range(11)] + [meta("shape", 3), meta("type", 1)]
         with pytest.raises(ManifestMismatch) as caught:
@@ -75,7 +75,7 @@ class TestResolve:
         assert "type int8 for float32" in text
         assert caught.value.exit_code == 2
 
-    def test_a_renamed_model_matches_nothing_and_is_refused(self) -> None:
+    def test_d15_d16_a_renamed_model_matches_nothing_and_is_refused(self) -> None:
         with pytest.raises(ManifestMismatch, match="missing"):
             resolve([meta("model.language_model.x", 1)], [meta("model.x", 1)], {})
 
@@ -99,7 +99,7 @@ class TestLayout:
             ({"shape": (1 << 40, 1 << 40)}, "shape and dtype make"),
         ],
     )
-    def test_a_slot_that_lies_is_refused(self, change: dict[str, Any], match: str) -> None:
+    def test_c32_a_slot_that_lies_is_refused(self, change: dict[str, Any], match: str) -> None:
         good = {"name": "w", "dtype": "float32", "shape": (2,), "offset": 0, "nbytes": 8}
         check_slots([TensorSlot(**good)], 64)
         with pytest.raises(ValueError, match=match):
@@ -130,14 +130,14 @@ class TestDigest:
 
 
 class TestModuleSource:
-    def test_tied_weights_are_one_tensor_with_two_names(self) -> None:
+    def test_d11_tied_weights_are_one_tensor_with_two_names(self) -> None:
         module = torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
         module["head"].weight = module["embed"].weight
         source = ModuleSource(module)
         assert source.aliases() == {"head.weight": "embed.weight"}
         assert [m.name for m in source.metadata()] == ["embed.weight"] == [name for name, _ in source]
 
-    def test_overlapping_views_are_not_taken_for_one(self) -> None:
+    def test_d14_overlapping_views_are_not_taken_for_one(self) -> None:
         module = torch.nn.Module()
         base = torch.arange(6.0)
         module.register_buffer("low", base[:4])
@@ -147,7 +147,7 @@ class TestModuleSource:
         assert source.aliases() == {}
         assert {name: t.tolist() for name, t in source}["high"] == [2, 3, 4, 5]
 
-    def test_buffers_scalars_and_empty_tensors_are_included(self) -> None:
+    def test_d18_buffers_scalars_and_empty_tensors_are_included(self) -> None:
         module = torch.nn.Module()
         module.register_buffer("scale", torch.tensor(2.0))
         module.register_buffer("none", torch.empty(0, 4))

@@ -50,7 +50,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[str]:
         ("tcp://engine-0.engines.svc:65535", Address("engine-0.engines.svc", 65535)),
     ],
 )
-def test_an_address_is_read_and_written_as_it_was(text: str, expected: Address) -> None:
+def test_c13_c14_an_address_is_read_and_written_as_it_was(text: str, expected: Address) -> None:
     assert Address.parse(text) == expected
     assert str(expected) == text
 
@@ -177,7 +177,7 @@ def test_nobody_there_is_an_error_at_the_deadline_with_its_cause() -> None:
     assert time.monotonic() - begin < 2.0
 
 
-def test_a_name_that_nobody_knows_is_an_error_at_the_deadline() -> None:
+def test_c08_a_name_that_nobody_knows_is_an_error_at_the_deadline() -> None:
     begin = time.monotonic()
     with pytest.raises(EngineUnreachable, match="nobody listens on tcp://no-such-host.invalid:1"):
         tcp.connect(Address("no-such-host.invalid", 1), deadline=begin + 0.5)
@@ -196,7 +196,7 @@ def test_a_resolver_that_hangs_is_a_deadline_too(monkeypatch: pytest.MonkeyPatch
         release.set()
 
 
-def test_a_listener_that_starts_late_is_waited_for() -> None:
+def test_c09_a_listener_that_starts_late_is_waited_for() -> None:
     with tcp.listen(Address("127.0.0.1", 0)) as listener:
         address = tcp.address_of(listener)
     later: list[socket.socket] = []
@@ -224,7 +224,7 @@ def test_a_socket_that_connected_to_itself_is_nobody(monkeypatch: pytest.MonkeyP
         tcp.connect(address, deadline=time.monotonic() + 0.3)
 
 
-def test_a_listening_socket_is_handed_over_through_exec() -> None:
+def test_c06_a_listening_socket_is_handed_over_through_exec() -> None:
     """From `syncstack engine` to the server that it becomes: the port is never free in between."""
     with tcp.listen(Address("127.0.0.1", 0)) as listener:
         address = tcp.address_of(listener)
