@@ -27,10 +27,6 @@ from syncstack.wire.link import Link
 log = logging.getLogger(__name__)
 
 
-MEASURE_S = 300.0
-"""How long the other ranks may take over a measurement; each of its waits is bounded by itself."""
-
-
 class Agreement:
     """The transport of all links, tried. Used from the coordinator's thread."""
 
@@ -133,7 +129,8 @@ class Agreement:
         key = (*workers, *ways)
         if key not in self._rates:
             try:
-                with self._ranks.together(Measure(wanted=tuple(wanted)), wait_s=MEASURE_S) as others:
+                order = Measure(wanted=tuple(wanted))
+                with self._ranks.together(order, wait_s=3 * self._settings.link_s) as others:
                     own = trials.measure(wanted, self._settings.link_s)
                 rate = Rate(
                     first=own.first + sum(other.first for other in others),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Self
 from syncstack.errors import (
     DeadlineExceeded,
     EngineUnreachable,
+    GroupLost,
     PlanError,
     RankLost,
     RefitFailed,
@@ -40,6 +42,8 @@ from syncstack.threads import in_thread
 from syncstack.transports.order import await_done, mark
 from syncstack.weights.manifest import Wanted
 from syncstack.weights.source import WeightSource
+
+log = logging.getLogger(__name__)
 
 STEP_SLACK_S = 5.0
 """What a step may take beyond its deadline, until an engine that cannot keep it was cut off."""
@@ -107,13 +111,15 @@ class Coordinator:
 
     def _refit(self, version: int) -> list[RefitReport]:
         self._members.welcome()
+        tried = 0
         while True:
             refit = Progress(version)
+            tried += 1
             try:
                 self._run(refit)
                 break
             except BaseException as error:
-                failure = self._failed(refit, error)
+                failure = self._failed(refit, error, tried)
                 if failure is error:
                     raise
                 if failure is not None:
@@ -123,9 +129,9 @@ class Coordinator:
             metrics().count(report)
         return reports
 
-    def _failed(self, refit: Progress, error: BaseException) -> BaseException | None:
-        """Give the version up, and return what is to be raised; None to try again without the engines that are gone,
-        where no engine has loaded anything yet."""
+    def _failed(self, refit: Progress, error: BaseException, tried: int) -> BaseException | None:
+        """Give the version up, and return what is to be raised; None to try again where no engine has loaded anything
+        yet: without the engines that are gone, or once more where a group broke and all its members are there."""
         metrics().failed.labels(phase=refit.phase).inc()
         # Where one was cut off, all links and leases were: only where none was do they tell who is gone.
         gone = [target for target in self._targets if target.gone]
@@ -135,6 +141,10 @@ class Coordinator:
             return error
         if refit.phase in ("begin", "stage") and self._members.may_leave(gone):
             self._members.leave(dict.fromkeys(gone, error), refit.where)
+            return None
+        if isinstance(error, GroupLost) and refit.phase == "stage" and not gone and tried == 1:
+            # Connections that nobody has used for long are dropped without a word by whatever keeps a table of them.
+            log.warning("%s: trying once more with another group: %s", refit.where, error)
             return None
         return RefitFailed(
             f"refit of version {refit.version} failed in {refit.phase}: {error}",

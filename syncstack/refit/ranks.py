@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Annotated, Any
@@ -149,19 +150,21 @@ class Ranks(Alone):
     def together(self, order: Order, *, wait_s: float) -> Iterator[list[Done]]:
         """Rank 0: the others carry out ``order`` while the block runs; behind it the list has their answers, by rank.
 
-        Raises RankLost, or the error of the first rank that answers with one, when all have answered; after a failure
-        of the block they are waited for and not looked at.
+        ``wait_s`` is how long they may take longer than twice what the block did. Raises RankLost, or the error of the
+        first rank that answers with one, when all have answered; after a failure of the block they are waited for and
+        not looked at.
         """
         found: list[Done] = []
         with self._turn:
             self._say(order, wait_s)
+            begin = time.monotonic()
             try:
                 yield found
             except BaseException:
                 with contextlib.suppress(SyncstackError):
-                    self._answers(wait_s)
+                    self._answers(wait_s + time.monotonic() - begin)
                 raise
-            found += self._answers(wait_s)
+            found += self._answers(wait_s + time.monotonic() - begin)
         for rank, done in enumerate(found, 1):
             if done.error is not None:
                 raise _of_rank(rank, done.error)

@@ -25,10 +25,6 @@ from syncstack.weights.source import WeightSource, example_of
 log = logging.getLogger(__name__)
 
 
-SEND_S = 3600.0
-"""How long the other ranks may take over their shares; each of their waits is bounded by itself."""
-
-
 class Staging:
     """One coordinator's agreement with its engines, and its sender. Used from the coordinator's thread."""
 
@@ -105,7 +101,7 @@ class Staging:
         share = divide(wanted, self._ranks.size)[0]
         order = Send(session=refit.session, version=refit.version, wanted=tuple(wanted))
         waited, begin = throttled_s(), time.perf_counter()
-        with self._ranks.together(order, wait_s=SEND_S) as others, source:
+        with self._ranks.together(order, wait_s=3 * self._settings.link_s) as others, source:
             manifest, staged = self._sender.stage(
                 source,
                 part_of(wanted, share),

@@ -6,18 +6,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
+from syncstack import Coordinator, EngineClient, ModuleSource, Settings
 from syncstack.errors import DeadlineExceeded, DigestMismatch, GroupLost, LinkLost, ProtocolError, TransportError
 from syncstack.transports.collective.sender import CollectiveSender
 from syncstack.transports.stream.sender import StreamSender
 from syncstack.wire.messages import Cast, Fault, Handle, Join, Offer
+from tests.process.conftest import Engine
 from tests.process.peer import SLOT
-from tests.process.test_leaks import RSS_SLACK_BYTES, usage
+from tests.process.test_leaks import RSS_SLACK_BYTES, TOKEN, start, usage
 from tests.process.test_stream import MIB, SHAPES, Source, Worker, digests_of, stage, start_worker
+from tests.process.test_tcp import address_of
 
 __all__ = ["start_worker"]  # a fixture
 
@@ -221,3 +226,25 @@ def test_fifty_versions_and_ten_groups_leave_no_trace(start_worker: Start, sende
     for side in range(3):
         for what, slack in (("fds", 1), ("threads", 1), ("mappings", 10), ("rss", RSS_SLACK_BYTES)):
             assert after[side][what] <= before[side][what] + slack, (side, what, before, after)
+
+
+def test_a_group_that_broke_between_two_refits_is_made_anew(
+    start_engine: Callable[..., Engine], model: Path, socket_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a connection is dropped that nobody has used for long."""
+    engines = start("disagg", start_engine)
+    settings = Settings.load(socket_dir=socket_dir, token=TOKEN)
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    clients = [EngineClient.connect(address_of(engine), settings=settings) for engine in engines]
+    with Coordinator(source=ModuleSource(module), engines=clients, settings=settings) as coordinator:
+        for version in (1, 2, 3):
+            reports = coordinator.refit(version)
+            assert [report.transport for report in reports] == ["collective"] * 2
+            sender = coordinator._staging._sender
+            assert isinstance(sender, CollectiveSender)
+            assert sender._group is not None
+            sender._group.close()
+    again = [record.getMessage() for record in caplog.records if "another group" in record.getMessage()]
+    assert [line.partition(":")[0] for line in again] == ["stage of version 2", "stage of version 3"]
+    for engine in engines:
+        assert engine.complete().headers["x-syncstack-version"] == "3"
