@@ -5,6 +5,7 @@
     SyncstackError                 base; carries observed / expected / consequence / next step
     |-- UsageError                 the caller's input is wrong; nothing was started           (exit 2)
     |   |-- SettingsError          an option or environment variable has a bad value
+    |   |   `-- PortTaken          somebody listens on that port already; names who, where it can be known
     |   |-- ModelFolderError       a model folder without config, with missing or broken shards
     |   |-- ProfileError           a seccomp profile that is unknown, malformed or not applicable
     |   |-- EngineNotReady         no engine answered within the time that was given for it to start
@@ -80,6 +81,10 @@ class UsageError(SyncstackError):
 
 class SettingsError(UsageError):
     """An option or environment variable has a value that cannot be used."""
+
+
+class PortTaken(SettingsError):
+    """Somebody listens on that port, or did a moment ago."""
 
 
 class ModelFolderError(UsageError):

@@ -28,7 +28,10 @@ class Settings(BaseSettings):
     """Name of this engine: its folder below ``socket_dir``, and its name in every report."""
     listen: str = "unix"
     """Where an engine listens: ``unix`` (its folder), ``tcp://ADDRESS:PORT``, or both with a comma between. PORT is the
-    control endpoint's, PORT + 1 + n that of worker n's data link; 0 takes free ones. TCP needs a token."""
+    control endpoint's, PORT + 1 + n that of worker n's data link; 0 takes free ones, ``auto`` the next of the bands
+    ``control`` and ``data``. TCP needs a token."""
+    port_bands: str = ""
+    """Other ports than the default for some purposes: ``NAME=LOW-HIGH``, separated by commas (``syncstack ports``)."""
     token_file: Path | None = None
     """File with the token that trainer and engine prove to each other over TCP; see ``wire/auth.py`` for its mode."""
     token: SecretStr | None = None

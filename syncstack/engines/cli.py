@@ -26,8 +26,8 @@ SocketDir = Annotated[
 Listen = Annotated[
     str | None,
     typer.Option(
-        help="Where syncstack listens: `unix` (the default), `tcp://ADDRESS:PORT`, or both with a comma. TCP needs "
-        "SYNCSTACK_TOKEN_FILE. [env: SYNCSTACK_LISTEN]",
+        help="Where syncstack listens: `unix` (the default), `tcp://ADDRESS:PORT` (or `:auto`), or both with a comma. "
+        "TCP needs SYNCSTACK_TOKEN_FILE. [env: SYNCSTACK_LISTEN]",
         show_default=False,
     ),
 ]

@@ -9,9 +9,13 @@ from typing import Self
 import msgspec
 
 from syncstack.errors import SettingsError
+from syncstack.facts.network import network
 from syncstack.settings import Settings
 from syncstack.wire import tcp, unix
+from syncstack.wire.ports import Band, check, parse, take
 from syncstack.wire.tcp import Address
+
+AUTO = ":auto"
 
 
 class Listen(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,23 +23,44 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: Path | None = None
     tcp: Address | None = None
+    auto: bool = False
+    """Whether its ports are the next ones of their bands; that of ``tcp`` is 0 then."""
+    bands: dict[str, Band] = {}
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """Read ``settings.listen``; raises SettingsError for anything but ``unix`` and one TCP address."""
-        folder, address = None, None
+        folder, address, auto = None, None, False
         for way in settings.listen.split(","):
             if way.strip() == "unix" and folder is None:
                 folder = settings.socket_dir / settings.engine_name
             elif way.strip().startswith("tcp://") and address is None:
-                address = Address.parse(way.strip())
+                where = way.strip()
+                auto = where.endswith(AUTO)
+                address = Address.parse(where.removesuffix(AUTO) + ":0" if auto else where)
             else:
                 raise SettingsError(
                     f"the engine cannot listen on {settings.listen!r}",
-                    expected="unix, tcp://ADDRESS:PORT, or both, separated by a comma",
+                    expected="unix, tcp://ADDRESS:PORT (or :auto), or both, separated by a comma",
                     next_step="fix --listen or SYNCSTACK_LISTEN",
                 )
-        return cls(folder=folder, tcp=address)
+        bands = parse(settings.port_bands)
+        if auto:
+            check(bands, network())
+        return cls(folder=folder, tcp=address, auto=auto, bands=bands)
+
+    def open_control(self) -> socket.socket:
+        """The listening socket of the control endpoint on TCP. Raises SettingsError."""
+        assert self.tcp is not None
+        return take(self.bands["control"], self.tcp.host)[0] if self.auto else tcp.listen(self.tcp)
+
+    def open_worker(self, rank: int) -> socket.socket | None:
+        """The listening socket of the worker of ``rank``, which is that worker's own process; None without TCP. Raises
+        SettingsError."""
+        if self.tcp is not None and self.auto:
+            return take(self.bands["data"], self.tcp.host)[0]
+        address = self.worker(rank)
+        return None if address is None else tcp.listen(address)
 
     def worker(self, rank: int) -> Address | None:
         """Where the worker of ``rank`` listens on TCP; each binds its port itself."""
@@ -61,7 +86,7 @@ def claim(settings: Settings) -> Settings:
     if listen.tcp is None:
         return settings
     settings.required_token(f"listening on {listen.tcp}")
-    return settings.model_copy(update={"listen_fd": tcp.listen(listen.tcp).detach()})
+    return settings.model_copy(update={"listen_fd": listen.open_control().detach()})
 
 
 def control_sockets(listen: Listen, settings: Settings) -> list[socket.socket]:
@@ -69,7 +94,7 @@ def control_sockets(listen: Listen, settings: Settings) -> list[socket.socket]:
     sockets = []
     if listen.tcp is not None:
         fd = settings.listen_fd
-        sockets.append(tcp.listen(listen.tcp) if fd is None else tcp.adopt(fd, listen.tcp))
+        sockets.append(listen.open_control() if fd is None else tcp.adopt(fd, listen.tcp))
     if listen.folder is not None:
         sockets.append(unix.listen(listen.folder / "control.sock"))
     return sockets

@@ -25,7 +25,6 @@ from syncstack.transports.cuda.placement import placement
 from syncstack.transports.endpoint import WorkerEndpoint
 from syncstack.transports.staged import JointVersion, StagedVersion
 from syncstack.weights.manifest import MAX_LISTED, fingerprint
-from syncstack.wire import tcp
 
 
 class Loader(Protocol):
@@ -67,13 +66,13 @@ class EngineWorker:
         self._loading = threading.Lock()
         listen = Listen.of(settings)
         self._folder = listen.folder
-        address = listen.worker(rank)
+        listener = listen.open_worker(rank)
         self._endpoint = WorkerEndpoint(
             None if listen.folder is None else listen.folder / f"worker-{rank}.sock",
             rank=rank,
             link_s=settings.link_s,
-            tcp=None if address is None else tcp.listen(address),
-            token=None if address is None else settings.required_token(f"listening on {address}"),
+            tcp=listener,
+            token=None if listener is None else settings.required_token(f"listening on {listen.tcp}"),
         )
 
     def info(self) -> WorkerInfo:

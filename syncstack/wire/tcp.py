@@ -16,7 +16,8 @@ from typing import Any, Self
 
 import msgspec
 
-from syncstack.errors import EngineUnreachable, SettingsError
+from syncstack.errors import EngineUnreachable, PortTaken, SettingsError
+from syncstack.facts.listeners import listeners
 from syncstack.threads import in_thread
 
 RETRY_S = 0.1
@@ -112,12 +113,20 @@ def listen(address: Address, *, backlog: int = 64) -> socket.socket:
         sock.listen(backlog)
     except OSError as error:
         sock.close()
-        raise _not_listened_on(address, error.strerror or str(error)) from None
+        observed = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            raise _not_listened_on(address, f"{observed}{_by(address.port)}", PortTaken) from None
+        raise _not_listened_on(address, observed) from None
     return sock
 
 
-def _not_listened_on(address: Address, observed: str) -> SettingsError:
-    return SettingsError(
+def _by(port: int) -> str:
+    holder = listeners(port, port).get(port)
+    return "" if holder is None else f" by {holder}"
+
+
+def _not_listened_on(address: Address, observed: str, kind: type[SettingsError] = SettingsError) -> SettingsError:
+    return kind(
         f"{address} cannot be listened on",
         observed=observed,
         expected="a free port of one address of this machine, or of 0.0.0.0 or [::]",

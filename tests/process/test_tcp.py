@@ -300,7 +300,11 @@ def test_c06_a_taken_port_is_refused_before_the_model_is_loaded(
     with tcp.listen(Address("127.0.0.1", 0)) as listener:
         address = str(tcp.address_of(listener))
         result = cli(socket_dir, "engine", kind, "--model", str(model), "--listen", address)
-    assert_refused(result, f"{address} cannot be listened on (observed: Address already in use;", "--listen")
+    assert_refused(
+        result,
+        f"{address} cannot be listened on (observed: Address already in use by process {os.getpid()} (",
+        "--listen",
+    )
 
 
 def test_a_token_file_that_others_may_read_is_refused(
