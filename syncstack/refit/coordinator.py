@@ -104,9 +104,9 @@ class Coordinator:
         except BaseException as error:
             known = error if isinstance(error, Exception) else SyncstackError(f"rank 0 gave up: {type(error).__name__}")
             with contextlib.suppress(RankLost):
-                self._ranks.tell(End(version=version, error=reply_of(known)), wait_s=self._settings.link_s)
+                self._ranks.tell(End(version=version, error=reply_of(known)))
             raise
-        self._ranks.tell(End(version=version, reports=tuple(reports)), wait_s=self._settings.link_s)
+        self._ranks.tell(End(version=version, reports=tuple(reports)))
         return reports
 
     def _refit(self, version: int) -> list[RefitReport]:

@@ -60,6 +60,7 @@ class Follower:
                 done = self._do(order, version)
             except Exception as error:  # noqa: BLE001 - rank 0 waits to hear it, and ends the refit on all ranks
                 done = Done(error=reply_of(error))
+                self._retire(links=True)  # what one still has in it belongs to nobody
             self._ranks.answer(done, wait_s=s.link_s)
 
     def _ended(self, end: say.End, version: int) -> list[RefitReport]:

@@ -31,6 +31,11 @@ MAX_BYTES = 64 << 20
 """Largest message: the tensors of a model with a million of them stay below it."""
 
 
+MEET_S = 600.0
+"""How much later than rank 0 another may come to the same refit; torch allows its own collectives as much. A rank that
+has died is noticed at once."""
+
+
 class _Order(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Rank 0 to every other; each is answered by one Done, but for Retire and End."""
 
@@ -110,7 +115,7 @@ class Alone:
     rank = 0
     size = 1
 
-    def tell(self, order: Order, *, wait_s: float) -> None:
+    def tell(self, order: Order) -> None:
         """See Ranks."""
 
     @contextlib.contextmanager
@@ -141,10 +146,10 @@ class Ranks(Alone):
         self.rank = made.rank()
         self.size = made.size()
 
-    def tell(self, order: Order, *, wait_s: float) -> None:
-        """Rank 0: say it to every other rank. Raises RankLost."""
+    def tell(self, order: Order) -> None:
+        """Rank 0: say it to every other rank; waits until it is heard. Raises RankLost."""
         with self._turn:
-            self._say(order, wait_s)
+            self._say(order)
 
     @contextlib.contextmanager
     def together(self, order: Order, *, wait_s: float) -> Iterator[list[Done]]:
@@ -156,7 +161,7 @@ class Ranks(Alone):
         """
         found: list[Done] = []
         with self._turn:
-            self._say(order, wait_s)
+            self._say(order)
             begin = time.monotonic()
             try:
                 yield found
@@ -172,10 +177,10 @@ class Ranks(Alone):
     def _answers(self, wait_s: float) -> list[Done]:
         return [self._receive(Done, rank, wait_s) for rank in range(1, self.size)]
 
-    def _say(self, order: Order, wait_s: float) -> None:
+    def _say(self, order: Order) -> None:
         data = msgspec.msgpack.encode(order)
         for rank in range(1, self.size):
-            self._send(data, rank, wait_s)
+            self._send(data, rank, MEET_S)
 
     def hear(self, *, wait_s: float) -> Order:
         """Another rank: wait for rank 0's next order. Raises RankLost."""

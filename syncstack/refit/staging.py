@@ -150,7 +150,7 @@ class Staging:
         if self._sender is not None:
             self._sender.retire()
         with contextlib.suppress(RankLost):  # which the next order says again, where somebody hears it
-            self._ranks.tell(Retire(links=links), wait_s=self._settings.link_s)
+            self._ranks.tell(Retire(links=links))
 
     def close(self) -> None:
         """Free what the sender holds. Links are the members'."""

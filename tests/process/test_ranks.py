@@ -100,6 +100,11 @@ def test_c27_every_rank_sends_its_share_in_a_group(engines: list[Engine], start_
     ranks = start_ranks(world, engines)
     for version in (1, 2, 3):
         check(together(ranks, f"refit {version} {version}"), engines, version, "collective")
+    ranks[0].say("refit 4 4")
+    time.sleep(float(DEADLINES["SYNCSTACK_LINK_S"]) + 2)
+    for rank in ranks[1:]:  # that come late are waited for
+        rank.say("refit 4 4")
+    check([rank.answer() for rank in ranks], engines, 4, "collective")
 
 
 def test_every_rank_sends_its_share_through_memory(
