@@ -67,9 +67,7 @@ def token() -> Token:
 def worker(host: str) -> None:
     """A worker's endpoint: prints its ports, and for each session how many tensors all shares together have."""
     listener, blast = tcp.listen(Address(host, 0)), socket.create_server((host, 0))
-    endpoint = WorkerEndpoint(
-        None, rank=0, link_s=LINK_S, tcp=listener, token=Token(os.environ["BENCH_TOKEN"].encode())
-    )
+    endpoint = WorkerEndpoint(None, rank=0, link_s=LINK_S, tcp=listener, token=token())
     print(endpoint.port, blast.getsockname()[1], flush=True)
     for line in sys.stdin:
         session = line.strip()

@@ -30,13 +30,12 @@ log = logging.getLogger(__name__)
 class Agreement:
     """The transport of all links, tried. Used from the coordinator's thread."""
 
-    def __init__(self, settings: Settings, rank: int, ranks: Alone | None = None) -> None:
+    def __init__(self, settings: Settings, ranks: Alone | None = None) -> None:
         """Collect this process's facts. Raises SettingsError for an unknown transport."""
         self._ranks = ranks or Alone()
-        self.hello = trainer_hello(settings, rank)
+        self.hello = trainer_hello(settings, self._ranks.rank)
         self._policy = policy(settings)
         self._settings = settings
-        self._rank = rank
         self._rates: dict[tuple[str, ...], Rate] = {}
         self._told: tuple[object, ...] = ()
         self._warned: set[tuple[Refused, str]] = set()
@@ -62,8 +61,8 @@ class Agreement:
             order = Connect(transport=transport, engines=orders)
             with self._ranks.together(order, wait_s=self._settings.engine_ready_s + 2 * TRIAL_S) as others:
                 for target, choices in zip(targets, orders, strict=True):
-                    target.connect(choices.choices[0], self._rank)
-                trials = self._trials(transport, targets, example)
+                    target.connect(choices.choices[self._ranks.rank], self._ranks.rank)
+                trials = trials_of(transport, targets, self.hello, example, self._settings)
                 cause = cause_of(trials.run(trial_s))
             cause = cause or first_error(others) or self._measure(trials, targets, wanted)
             if not cause:
@@ -72,15 +71,6 @@ class Agreement:
             refused = (*refused, Refused(transport=transport, cause=cause))
             for target in targets:
                 target.drop_links()  # what a link that failed still has in it belongs to nobody
-
-    def _trials(self, transport: str, targets: Sequence[Target], example: torch.Tensor | None) -> Trials:
-        return Trials(
-            transport,
-            links_of(targets),
-            bucket_bytes=self._settings.bucket_bytes,
-            gpu=self.hello.device,
-            device=torch.device("cpu") if example is None else example.device,
-        )
 
     def _plan(
         self, hellos: Sequence[Hello], targets: Sequence[Target], refused: tuple[Refused, ...]
@@ -147,7 +137,20 @@ def _said(choice: Choice) -> str:
     return choice.line("").removeprefix(": ")
 
 
-def links_of(targets: Sequence[Target]) -> dict[str, tuple[Link, FdWay]]:
+def trials_of(
+    transport: str, targets: Sequence[Target], hello: Hello, example: torch.Tensor | None, settings: Settings
+) -> Trials:
+    """Trials of one rank's links to ``targets``. ``hello`` is that rank's, ``example`` one of its tensors."""
+    return Trials(
+        transport,
+        _links(targets),
+        bucket_bytes=settings.bucket_bytes,
+        gpu=hello.device,
+        device=torch.device("cpu") if example is None else example.device,
+    )
+
+
+def _links(targets: Sequence[Target]) -> dict[str, tuple[Link, FdWay]]:
     return {
         f"{target.client.name} worker {worker.rank}": (link, choice.fd)
         for target in targets

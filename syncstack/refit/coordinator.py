@@ -75,7 +75,7 @@ class Coordinator:
             raise UsageError("a coordinator belongs to rank 0", next_step="make a Follower on the other ranks")
         self._settings = settings
         self._members = Members(engines, settings)
-        self._staging = Staging(source, self._members, settings, 0, self._ranks)
+        self._staging = Staging(source, self._members, settings, self._ranks)
 
     @property
     def _targets(self) -> list[Target]:

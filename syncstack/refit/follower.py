@@ -5,22 +5,20 @@ from __future__ import annotations
 import time
 from typing import Self
 
-import torch
-
 from syncstack.errors import LinkRefused, RefitFailed, SyncstackError, UsageError
 from syncstack.refit import ranks as say
-from syncstack.refit.agreement import cause_of, links_of
+from syncstack.refit.agreement import cause_of, trials_of
 from syncstack.refit.client import EngineClient
 from syncstack.refit.pace import ClockedSource
 from syncstack.refit.planning import placed, trainer_hello
 from syncstack.refit.ranks import Done, Ranks, reply_of
 from syncstack.refit.report import RefitReport
+from syncstack.refit.staging import stage_share
 from syncstack.refit.target import Target
 from syncstack.refit.trial import TRIAL_S, Trials
 from syncstack.settings import Settings
 from syncstack.transports.order import await_done, mark
 from syncstack.transports.senders import Sender, make_sender
-from syncstack.weights.manifest import divide, part_of
 from syncstack.weights.source import WeightSource, example_of
 
 
@@ -126,37 +124,17 @@ class Follower:
         return Target(client)
 
     def _trials(self) -> Trials:
-        example = example_of(self._source)
-        return Trials(
-            self._transport,
-            links_of(self._live),
-            bucket_bytes=self._settings.bucket_bytes,
-            gpu=self._hello.device,
-            device=torch.device("cpu") if example is None else example.device,
-        )
+        return trials_of(self._transport, self._live, self._hello, example_of(self._source), self._settings)
 
     def _send(self, order: say.Send, version: int) -> Done:
         """Whatever is wrong here, the source is gone through: the other ranks wait for it."""
         assert self._sender is not None
-        share = divide(order.wanted, self._ranks.size)[self._ranks.rank]
-        links = {
-            link: choice.fd
-            for target in self._live
-            for link, choice in zip(target.links, target.choices, strict=True)
-        }  # fmt: skip
         with ClockedSource(self._source, whole=True) as source:
             if order.version != version:
                 raise _out_of_step(order.version, version)
             await_done(mark(), wait_s=self._settings.link_s)
-            manifest, staged = self._sender.stage(
-                source,
-                part_of(order.wanted, share),
-                list(links),
-                session=order.session,
-                version=order.version,
-                wait_s=self._settings.link_s,
-                fd_ways={link: way for link, way in links.items() if way},
-                share=share,
+            manifest, staged = stage_share(
+                self._sender, source, order, self._live, self._ranks, wait_s=self._settings.link_s
             )
         return Done(staged=tuple(staged), bytes=manifest.payload_bytes, cast_bytes=self._sender.cast_bytes)
 

@@ -37,11 +37,6 @@ Plans = list[list[Choice]]
 """For each engine, in order, the choice for each of its workers."""
 
 
-def plan(sender: Hello, engines: Sequence[tuple[EngineInfo, Way]], wanted: Policy) -> Plans:
-    """The plan of a trainer of one rank: see ``plan_ranks``."""
-    return plan_ranks([sender], engines, wanted)[0]
-
-
 def plan_ranks(senders: Sequence[Hello], engines: Sequence[tuple[EngineInfo, Way]], wanted: Policy) -> list[Plans]:
     """For each trainer rank, by rank, the plan of its links; all of one transport.
 

@@ -49,7 +49,7 @@ def probe(
 
 def find(address: str, settings: Settings) -> ProbeReport:
     """Plan, try and measure the links to one engine. Raises what a refit would raise before its first byte."""
-    agreement = Agreement(settings, rank=0)
+    agreement = Agreement(settings)
     client = EngineClient.connect(address, settings=settings)
     target = Target(client)
     try:

@@ -19,23 +19,40 @@ from syncstack.refit.target import Target
 from syncstack.refit.trial import Rate
 from syncstack.settings import Settings
 from syncstack.transports.senders import Sender, make_sender
-from syncstack.weights.manifest import Wanted, divide, part_of, resolve
+from syncstack.weights.manifest import Manifest, Wanted, divide, part_of, resolve
 from syncstack.weights.source import WeightSource, example_of
+from syncstack.wire.messages import Staged
 
 log = logging.getLogger(__name__)
+
+
+def stage_share(
+    sender: Sender, source: WeightSource, order: Send, targets: Sequence[Target], ranks: Alone, *, wait_s: float
+) -> tuple[Manifest, list[Staged]]:
+    """Move this rank's share of a version over its links to ``targets``. Blocks; raises as ``Sender.stage``."""
+    share = divide(order.wanted, ranks.size)[ranks.rank]
+    ways = {link: choice.fd for target in targets for link, choice in zip(target.links, target.choices, strict=True)}
+    return sender.stage(
+        source,
+        part_of(order.wanted, share),
+        list(ways),
+        session=order.session,
+        version=order.version,
+        wait_s=wait_s,
+        fd_ways={link: way for link, way in ways.items() if way},
+        share=share,
+    )
 
 
 class Staging:
     """One coordinator's agreement with its engines, and its sender. Used from the coordinator's thread."""
 
-    def __init__(
-        self, source: WeightSource, members: Members, settings: Settings, rank: int, ranks: Alone | None = None
-    ) -> None:
+    def __init__(self, source: WeightSource, members: Members, settings: Settings, ranks: Alone) -> None:
         self._source = source
         self._members = members
         self._settings = settings
-        self._ranks = ranks or Alone()
-        self._agreement = Agreement(settings, rank, self._ranks)
+        self._ranks = ranks
+        self._agreement = Agreement(settings, ranks)
         self._planned: list[Target] = []
         """Whose links the transport was agreed on for."""
         self._transport = ""
@@ -92,25 +109,12 @@ class Staging:
     def stage(self, refit: Progress, wanted: Sequence[Wanted]) -> None:
         """Move the bytes to all workers and have them verified; fills ``refit``. Blocks."""
         assert self._sender is not None
-        links = {
-            link: way.fd
-            for target in self._members.live
-            for link, way in zip(target.links, target.choices, strict=True)
-        }
         source = ClockedSource(self._source, whole=self._ranks.size > 1)
-        share = divide(wanted, self._ranks.size)[0]
         order = Send(session=refit.session, version=refit.version, wanted=tuple(wanted))
         waited, begin = throttled_s(), time.perf_counter()
         with self._ranks.together(order, wait_s=3 * self._settings.link_s) as others, source:
-            manifest, staged = self._sender.stage(
-                source,
-                part_of(wanted, share),
-                list(links),
-                session=refit.session,
-                version=refit.version,
-                wait_s=self._settings.link_s,
-                fd_ways={link: way for link, way in links.items() if way},
-                share=share,
+            manifest, staged = stage_share(
+                self._sender, source, order, self._members.live, self._ranks, wait_s=self._settings.link_s
             )
         everybody = [staged, *(other.staged for other in others)]
         refit.tensors = len(wanted)

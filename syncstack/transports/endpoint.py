@@ -95,12 +95,10 @@ class WorkerEndpoint:
         """Forget a session or one share of it, whatever became of it. Views that a loader still holds stay readable."""
         with self._lock:
             parts = self._versions.pop(session, {})
-            if share is not None:
-                left = {index: part for index, part in parts.items() if index != share}
-                parts = {index: part for index, part in parts.items() if index == share}
-                if left:
-                    self._versions[session] = left
-        for part in parts.values():
+            dropped = [parts.pop(index) for index in [*parts] if share in (None, index)]
+            if parts:
+                self._versions[session] = parts
+        for part in dropped:
             part.close()
 
     def close(self) -> None:

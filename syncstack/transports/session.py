@@ -26,6 +26,7 @@ from syncstack.wire.messages import (
     Chunks,
     Fault,
     Join,
+    Message,
     Offer,
     Piece,
     Staged,
@@ -108,16 +109,10 @@ class LinkServer:
             try:
                 if isinstance(message, StageEnd):
                     staged = version.finish_staging()
-                elif isinstance(message, BucketReady):
-                    version.read_bucket(message)
                 elif isinstance(message, Piece):
                     place = version.place(message.nbytes)
-                elif isinstance(message, Cast):
-                    version.take_cast(message.nbytes)
-                elif isinstance(message, Join):
-                    version.join(message, partial(self._exchange, offer.session))
                 else:
-                    version.hand_over(_of_gpu(message), fds)
+                    self._tell(version, message, fds)
             except Exception as error:  # noqa: BLE001 - as above
                 self._refuse(offer.session, error)
                 self._skip(message)
@@ -128,6 +123,19 @@ class LinkServer:
                 # Outside: a link that ends inside a piece cannot serve another session.
                 self._link.receive_bytes(place, deadline=time.monotonic() + self._link_s)
         self._link.send(staged, deadline=time.monotonic() + self._link_s)
+
+    def _tell(self, version: StagedVersion, message: _Staging, fds: list[int]) -> None:
+        """What a sender says on the way, and after which it goes on."""
+        if isinstance(message, BucketReady):
+            version.read_bucket(message)
+        elif isinstance(message, Cast):
+            version.take_cast(message.nbytes)
+        elif isinstance(message, Join):
+            version.join(message, partial(self._exchange, version.offer.session))
+        elif isinstance(message, Table | Chunks):
+            version.hand_over(message, fds)
+        else:
+            raise _unexpected(message)
 
     def _open(self, offer: Offer, fds: list[int]) -> StagedVersion:
         """Accept an offer by the transport that it names; what the others hold is of no use any more."""
@@ -164,7 +172,7 @@ class LinkServer:
         message, fds = self._link.receive(deadline=deadline or time.monotonic() + self._link_s)
         if not isinstance(message, _Staging) or message.session != session:
             close_fds(fds)
-            raise ProtocolError("unexpected message inside a stage", observed=type(message).__name__)
+            raise _unexpected(message)
         return message, fds
 
     def _refuse(self, session: str, error: Exception) -> None:
@@ -188,10 +196,8 @@ class LinkServer:
             receiver.close()
 
 
-def _of_gpu(message: _Staging) -> Table | Chunks:
-    if isinstance(message, Table | Chunks):
-        return message
-    raise ProtocolError("unexpected message inside a stage", observed=type(message).__name__)
+def _unexpected(message: Message) -> ProtocolError:
+    return ProtocolError("unexpected message inside a stage", observed=type(message).__name__)
 
 
 def send_fault(link: Link, session: str, error: Exception) -> None:

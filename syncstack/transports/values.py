@@ -148,8 +148,7 @@ class ValueReader:
         self.cast_bytes = 0
         name, value = None, torch.empty(0)
         for want, slot in zip(wanted, manifest.tensors, strict=True):
-            if stop.is_set():
-                raise TransportError("the version was given up")
+            check_going(stop)
             if want.source != name:
                 name, value = want.source, _next_tensor(tensors, want.source)
                 if str(value.dtype) != f"torch.{slot.dtype}":
@@ -174,6 +173,12 @@ def _next_tensor(tensors: Iterator[tuple[str, torch.Tensor]], name: str) -> torc
         expected=name,
         consequence="The refit was not started on the engine's weights",
     )
+
+
+def check_going(stop: threading.Event) -> None:
+    """Raise TransportError once a version was given up."""
+    if stop.is_set():
+        raise TransportError("the version was given up")
 
 
 def check_shape(slot: TensorSlot, value: torch.Tensor) -> None:

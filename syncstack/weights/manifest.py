@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
@@ -114,7 +115,7 @@ def check_share(share: Share, num_tensors: int) -> None:
         raise ValueError(f"share {share.index} of {share.count}")
     if len(share.places) != (num_tensors if share.count > 1 else 0):
         raise ValueError(f"{len(share.places)} places for {num_tensors} tensors")
-    if any(low >= high for low, high in zip(share.places, share.places[1:], strict=False)):
+    if any(low >= high for low, high in itertools.pairwise(share.places)):
         raise ValueError("the places of a share are not in order")
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from syncstack.errors import PortTaken, SettingsError
+from syncstack.errors import SettingsError
 from syncstack.facts.listeners import listeners
 from syncstack.facts.model import NetworkFacts
 from syncstack.wire import tcp
@@ -126,19 +126,15 @@ def take(band: Band, host: str, count: int = 1) -> list[socket.socket]:
 
 def _block(host: str, first: int, count: int) -> list[socket.socket]:
     """All of a block, or none of it."""
-    sockets: list[socket.socket] = []
-    for port in range(first, first + count):
-        try:
-            sockets.append(tcp.listen(Address(host, port)))
-        except PortTaken:
-            for sock in sockets:
-                sock.close()
-            return []
-        except BaseException:
-            for sock in sockets:
-                sock.close()
-            raise
-    return sockets
+    with contextlib.ExitStack() as stack:
+        sockets = []
+        for port in range(first, first + count):
+            sock = tcp.listen_if_free(Address(host, port))
+            if sock is None:
+                return []
+            sockets.append(stack.enter_context(sock))
+        stack.pop_all()
+        return sockets
 
 
 class _Cursor:

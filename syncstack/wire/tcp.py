@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import os
 import re
 import socket
 import time
@@ -93,8 +94,18 @@ def _is_ipv6(host: str) -> bool:
 
 def listen(address: Address, *, backlog: int = 64) -> socket.socket:
     """A listening socket, close-on-exec; port 0 takes a free one, which ``address_of`` names. ``[::]`` takes both
-    families. Raises SettingsError where ``address`` cannot be listened on, or is a name of several addresses: some
-    would not be listened on, and nobody would know which."""
+    families. Raises PortTaken, which names the holder, and SettingsError where ``address`` cannot be listened on, or is
+    a name of several addresses: some would not be listened on, and nobody would know which."""
+    sock = listen_if_free(address, backlog=backlog)
+    if sock is None:
+        holder = listeners(address.port, address.port).get(address.port)
+        by = "" if holder is None else f" by {holder}"
+        raise _not_listened_on(address, f"{os.strerror(errno.EADDRINUSE)}{by}", PortTaken)
+    return sock
+
+
+def listen_if_free(address: Address, *, backlog: int = 64) -> socket.socket | None:
+    """As ``listen``; None where the port is taken, without asking by whom, which takes a look at every process."""
     try:
         found = sorted({sockaddr[:2] for _, sockaddr in _resolve(address, time.monotonic() + RESOLVE_S)})
     except OSError as error:
@@ -113,16 +124,10 @@ def listen(address: Address, *, backlog: int = 64) -> socket.socket:
         sock.listen(backlog)
     except OSError as error:
         sock.close()
-        observed = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE:
-            raise _not_listened_on(address, f"{observed}{_by(address.port)}", PortTaken) from None
-        raise _not_listened_on(address, observed) from None
+            return None
+        raise _not_listened_on(address, error.strerror or str(error)) from None
     return sock
-
-
-def _by(port: int) -> str:
-    holder = listeners(port, port).get(port)
-    return "" if holder is None else f" by {holder}"
 
 
 def _not_listened_on(address: Address, observed: str, kind: type[SettingsError] = SettingsError) -> SettingsError:

@@ -125,7 +125,7 @@ def test_a26_one_refusal_takes_all_links_to_the_next_transport_with_one_warning(
     caplog.set_level(logging.INFO)
     engines = [Engine(worker, tmp_path, worker.starve if worker is workers[1] else lambda: None) for worker in workers]
     targets = [Target(engine) for engine in engines]  # type: ignore[arg-type]
-    agreement = Agreement(Settings.load(socket_dir=tmp_path), 0)
+    agreement = Agreement(Settings.load(socket_dir=tmp_path))
     assert agreement.reach(targets, WANTED) == "stream"
     assert [target.choice.transport for target in targets] == ["stream"] * 3
     for target in targets:
@@ -140,7 +140,7 @@ def test_a26_one_refusal_takes_all_links_to_the_next_transport_with_one_warning(
 
 def test_without_a_next_transport_the_refusal_is_the_plans_reason(workers: list[Worker], tmp_path: Path) -> None:
     targets = [Target(Engine(worker, tmp_path, worker.starve)) for worker in workers]  # type: ignore[arg-type]
-    agreement = Agreement(Settings.load(socket_dir=tmp_path, transport="host_fd"), 0)
+    agreement = Agreement(Settings.load(socket_dir=tmp_path, transport="host_fd"))
     with pytest.raises(PlanError, match=r"host_fd: .*a trial refused it: a worker 0 \(and 2 more links\)"):
         agreement.reach(targets, WANTED)
     assert [target.links for target in targets] == [[], [], []]

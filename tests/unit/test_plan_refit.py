@@ -16,7 +16,7 @@ from syncstack.facts import Hello
 from syncstack.plan import Policy
 from syncstack.refit.dial import Way
 from syncstack.refit.messages import EngineInfo, WorkerInfo
-from syncstack.refit.planning import plan
+from syncstack.refit.planning import Plans, plan_ranks
 from syncstack.refit.state import StateReport, Step
 from syncstack.refit.trial import Ended, Rate
 from syncstack.transports import SPOKEN
@@ -46,6 +46,13 @@ def reached(*engines: EngineInfo) -> list[tuple[EngineInfo, Way]]:
 
 
 TRAINER, ENGINE = cpu_pair()
+
+
+def plan(sender: Hello, engines: list[tuple[EngineInfo, Way]], policy: Policy) -> Plans:
+    """The plan of a trainer of one rank."""
+    return plan_ranks([sender], engines, policy)[0]
+
+
 MUTE = put(ENGINE, "transports", ())
 STREAM_ONLY = put(ENGINE, "transports", ("stream",))
 

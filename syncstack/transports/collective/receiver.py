@@ -4,11 +4,9 @@ the group, and go on to the one behind it while more are coming."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 
 from syncstack.errors import ProtocolError
-from syncstack.transports.collective.group import Group
-from syncstack.transports.staged import check_offer
+from syncstack.transports.collective.group import Exchange, Group
 from syncstack.transports.stream.memory import OwnMemory
 from syncstack.transports.stream.receiver import StreamedVersion, StreamReceiver
 from syncstack.wire.messages import BucketReady, Join, Offer, Staged
@@ -18,8 +16,6 @@ KIND = "group"
 
 JOIN_S = 10.0
 """How long the members of a group may take to reach each other. It is a matter of milliseconds."""
-
-Exchange = Callable[[bytes], Sequence[bytes]]
 
 
 class CastVersion(StreamedVersion):
@@ -92,12 +88,8 @@ class CollectiveReceiver(StreamReceiver):
         if group is not None:
             group.close()
 
-    def open(self, offer: Offer) -> StreamedVersion:
-        """See StreamReceiver."""
-        check_offer(offer)
-        begin = time.perf_counter()
-        memory = self._memory_of(offer.segment_bytes)
-        return CastVersion(offer, memory, time.perf_counter() - begin, self)
+    def _version(self, offer: Offer, memory: OwnMemory, map_s: float) -> StreamedVersion:
+        return CastVersion(offer, memory, map_s, self)
 
     def close(self) -> None:
         """See StreamReceiver; and leave the group."""

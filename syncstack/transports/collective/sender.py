@@ -16,7 +16,8 @@ from syncstack.errors import ProtocolError, TransportError
 from syncstack.transports.answers import raise_fault
 from syncstack.transports.collective.group import MAX_OPEN, Group
 from syncstack.transports.collective.receiver import JOIN_S, KIND
-from syncstack.transports.stream.sender import GIVEN_UP, StreamSender, pieces_of
+from syncstack.transports.stream.sender import StreamSender, pieces_of
+from syncstack.transports.values import check_going
 from syncstack.wire.link import Link, close_fds
 from syncstack.wire.messages import MAX_PIECE_BYTES, BucketReady, Card, Cards, Cast, Join
 
@@ -66,8 +67,7 @@ class CollectiveSender(StreamSender):
         group = self._group
         assert group is not None
         for piece in pieces_of(parts):
-            if stop.is_set():
-                raise TransportError(GIVEN_UP)
+            check_going(stop)
             data = self._whole(piece)
             for link in links:
                 link.send(Cast(session=ready.session, nbytes=len(data)), deadline=time.monotonic() + wait_s)

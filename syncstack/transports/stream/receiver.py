@@ -64,19 +64,20 @@ class StreamReceiver:
         self._memory: OwnMemory | None = None
 
     def open(self, offer: Offer) -> StreamedVersion:
-        """Accept an offer; the link's last version must have been closed. Raises TransportError or ProtocolError."""
+        """Accept an offer; the link's last version must have been closed. Raises TransportError or ProtocolError.
+
+        The memory of the last version is used again if it has the size and no view of it is left.
+        """
         check_offer(offer)
         begin = time.perf_counter()
-        memory = self._memory_of(offer.segment_bytes)
-        return StreamedVersion(offer, memory, time.perf_counter() - begin)
-
-    def _memory_of(self, nbytes: int) -> OwnMemory:
-        """That of the last version if it has the size and no view of it is left, else new memory."""
         memory = self._memory
-        if memory is None or memory.data_bytes != nbytes or not memory.reclaim():
+        if memory is None or memory.data_bytes != offer.segment_bytes or not memory.reclaim():
             self._free()
-            memory = self._memory = OwnMemory(nbytes)
-        return memory
+            memory = self._memory = OwnMemory(offer.segment_bytes)
+        return self._version(offer, memory, time.perf_counter() - begin)
+
+    def _version(self, offer: Offer, memory: OwnMemory, map_s: float) -> StreamedVersion:
+        return StreamedVersion(offer, memory, map_s)
 
     def close(self) -> None:
         """Free the memory; what a loader still holds stays readable until it is dropped."""

@@ -17,11 +17,10 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import torch
 
-from syncstack.errors import TransportError
 from syncstack.transports.answers import collect_answers
 from syncstack.transports.host_fd.handover import FdWay
 from syncstack.transports.stream.receiver import KIND
-from syncstack.transports.values import ValueReader, check_shape, plain
+from syncstack.transports.values import ValueReader, check_going, check_shape, plain
 from syncstack.weights.digest import digest
 from syncstack.weights.manifest import ALIGNMENT, WHOLE, Manifest, Share, TensorSlot, Wanted, layout
 from syncstack.weights.source import WeightSource
@@ -32,8 +31,6 @@ _ZEROS = memoryview(bytearray(ALIGNMENT))
 """What lies between two tensors."""
 
 _MAX_LINKS = 1024
-
-GIVEN_UP = "the version was given up"
 
 
 class _Value:
@@ -216,8 +213,7 @@ def pieces_of(parts: Sequence[memoryview], most: int = MAX_PIECE_BYTES) -> Itera
 
 def _send_parts(link: Link, parts: Sequence[memoryview], stop: threading.Event, session: str, wait_s: float) -> None:
     for piece in pieces_of(parts):
-        if stop.is_set():
-            raise TransportError(GIVEN_UP)
+        check_going(stop)
         nbytes = sum(part.nbytes for part in piece)
         try:
             link.send(Piece(session=session, nbytes=nbytes), deadline=time.monotonic() + wait_s)
