@@ -1,6 +1,7 @@
 """One side of ``bench.gpu_fd`` in a process of its own: commands as JSON lines on stdin, answers on stdout.
 
-``python -m bench.gpu_child ROLE SOCKET PROFILE TRANSPORT``. The profile is applied before torch is imported; "": none.
+``python -m bench.gpu_child ROLE SOCKET PROFILE TRANSPORT BUCKET_BYTES``. The profile is applied before torch is
+imported; "": none.
 """
 
 from __future__ import annotations
@@ -36,6 +37,23 @@ def copy_ms(nbytes: int) -> list[float]:
     return [milliseconds(partial(target.copy_, source)) for _ in range(5)]
 
 
+def both_ways_gb_s() -> float:
+    """How fast the bus is in each direction while the other is busy too: the median of five."""
+    import torch
+
+    nbytes = 1 << 30
+    host = torch.empty(2, nbytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(2, nbytes, dtype=torch.uint8, device="cuda")
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def both() -> None:
+        for stream, target, source in zip(streams, (host[0], device[1]), (device[0], host[1]), strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+
+    return nbytes / sorted(milliseconds(both) for _ in range(5))[2] / 1e6
+
+
 def digest_all(digester: Any, tensors: list[Any]) -> list[str]:
     """Start, and wait."""
     found: list[str] = digester(tensors)()
@@ -58,7 +76,7 @@ def usage() -> Answer:
 class Trainer:
     """Weights of a model's shapes, and a sender."""
 
-    def __init__(self, path: str, transport: str) -> None:
+    def __init__(self, path: str, transport: str, bucket_bytes: int) -> None:
         import torch
 
         from syncstack.transports.senders import make_sender
@@ -68,7 +86,7 @@ class Trainer:
         self.path = Path(path)
         self.link = Link(unix.connect(self.path, deadline=time.monotonic() + 60))
         greet(self.link, role="trainer", rank=0, deadline=time.monotonic() + 60)
-        self.sender = make_sender(transport, bucket_bytes=8 << 20)
+        self.sender = make_sender(transport, bucket_bytes=bucket_bytes)
         self.module = torch.nn.Module()
 
     def make(self, shapes: list[list[int]], fill: bool = True) -> Answer:
@@ -104,6 +122,7 @@ class Trainer:
         """Show the version to the worker; returns when it has verified it."""
         import torch
 
+        from syncstack.collector import full_collection_put_off
         from syncstack.transports.order import await_done
         from syncstack.weights.manifest import resolve
         from syncstack.weights.source import ModuleSource
@@ -114,12 +133,14 @@ class Trainer:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         await_done(getattr(self, "done", None), wait_s=60)
-        _, (staged,) = self.sender.stage(source, wanted, [self.link], session=session, version=1, wait_s=60)
+        with full_collection_put_off():  # as the Coordinator does
+            _, (staged,) = self.sender.stage(source, wanted, [self.link], session=session, version=1, wait_s=60)
         ms = (time.perf_counter() - begin) * 1e3
         return {"session": session, "ms": ms, "map_ms": staged.map_s * 1e3, "worker_digest_ms": staged.digest_s * 1e3}
 
     def floor(self) -> Answer:
-        """One copy of all bytes on the device, and one digest, in this process."""
+        """One copy of all bytes on the device (of 6 GB where that is less) and one digest, in this process; and the
+        bus, both ways at once, in GB/s of the slower."""
         import torch
 
         from syncstack.transports.cuda.digests import make_digester
@@ -128,13 +149,14 @@ class Trainer:
         digester = make_digester(tensors[0].device)
         digest_all(digester, tensors)
         nbytes = sum(one.nbytes for one in tensors)
-        copies = copy_ms(nbytes)
+        copies = copy_ms(min(nbytes, 6_200_000_000))
         digests = [milliseconds(partial(digest_all, digester, tensors)) for _ in range(5)]
         torch.cuda.empty_cache()
         return {
             "bytes": sum(one.nbytes for one in tensors),
             "copy_ms": sorted(copies)[2],
             "digest_ms": sorted(digests)[2],
+            "bus_both_ways_gb_s": both_ways_gb_s(),
         }
 
     def digest(self) -> Answer:
@@ -161,8 +183,13 @@ class Worker:
     def __init__(self, path: str) -> None:
         from syncstack.transports.endpoint import WorkerEndpoint
 
-        self.endpoint = WorkerEndpoint(Path(path), rank=0, link_s=60)
+        self.endpoint = WorkerEndpoint(Path(path), rank=0, link_s=60, device=self._device)
         self.own: dict[str, Any] = {}
+
+    def _device(self) -> Any:
+        import torch
+
+        return torch.device("cuda", 0)
 
     def load(self, session: str, digest: bool = False) -> Answer:
         """Copy the version into the worker's own weights and check it again, as an engine does."""
@@ -210,9 +237,9 @@ def hash_of(digests: list[str]) -> str:
 
 def main() -> None:
     """Serve commands until stdin ends."""
-    role, path, profile, transport = sys.argv[1:]
+    role, path, profile, transport, bucket_bytes = sys.argv[1:]
     confine(profile)
-    side: Any = Trainer(path, transport) if role == "trainer" else Worker(path)
+    side: Any = Trainer(path, transport, int(bucket_bytes)) if role == "trainer" else Worker(path)
     serve(side, {"usage": usage})
 
 

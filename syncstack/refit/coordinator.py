@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Self
 
+from syncstack.collector import full_collection_put_off
 from syncstack.errors import (
     DeadlineExceeded,
     EngineUnreachable,
@@ -100,7 +101,8 @@ class Coordinator:
         same.
         """
         try:
-            reports = self._refit(version)
+            with full_collection_put_off():
+                reports = self._refit(version)
         except BaseException as error:
             known = error if isinstance(error, Exception) else SyncstackError(f"rank 0 gave up: {type(error).__name__}")
             with contextlib.suppress(RankLost):
