@@ -60,11 +60,12 @@ def leaf_table(spans: Spans, *, leaf_bytes: int = LEAF_BYTES) -> torch.Tensor:
     return torch.stack((address.repeat_interleave(counts) + offset, left.clamp(max=leaf_bytes)), 1)
 
 
-def launch(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Hash the leaves of ``table`` on the current stream; returns the hashes, int64 [leaves], where the table is."""
+def launch(table: torch.Tensor, numbers: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Hash the leaves of ``table`` on the current stream; returns the hashes, int64 [leaves], where the table is: in
+    ``out`` if that is given."""
     from syncstack.weights.digest_kernel import leaf_hashes
 
-    hashes = torch.empty(len(table), dtype=torch.int64, device=table.device)
+    hashes = torch.empty(len(table), dtype=torch.int64, device=table.device) if out is None else out
     if len(table):
         leaf_hashes[(len(table),)](table, numbers, hashes, UNROLL=UNROLL, num_warps=1)
     return hashes
@@ -114,14 +115,23 @@ class DeviceHasher:
         self._numbers = constants().to(device)
         self._device = self._numbers.device  # with its index
         self._spans: Spans = ()
+        self._last: Sequence[torch.Tensor] = ()
         self._table = torch.empty(0, 2, dtype=torch.int64, device=device)
 
     def start(self, tensors: Sequence[torch.Tensor]) -> PendingDigests:
         """Start on the current stream of the device, behind what is on it, and return at once.
 
         Tensors of any dtype, contiguous, at any address of the device; none is written or kept. Those that begin at a
-        multiple of 16 bytes are fast. New ones at first wait for what the stream has to do. Raises UsageError.
+        multiple of 16 bytes are fast. New ones at first wait for what the stream has to do. A tuple that was given
+        before is known to hold the same tensors at the same places. Raises UsageError.
         """
+        if not (isinstance(tensors, tuple) and tensors is self._last):
+            self._look_at(tensors)
+        with torch.cuda.device(self._device):
+            self._table.record_stream(torch.cuda.current_stream())
+            return PendingDigests(self._spans, launch(self._table, self._numbers))
+
+    def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             if tensor.device != self._device or not tensor.is_contiguous():
                 raise UsageError(
@@ -130,8 +140,7 @@ class DeviceHasher:
                     expected=f"contiguous, on {self._device}",
                 )
         spans = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
-        with torch.cuda.device(self._device):
-            if spans != self._spans:
+        if spans != self._spans:
+            with torch.cuda.device(self._device):
                 self._table, self._spans = leaf_table(spans).to(self._device), spans
-            self._table.record_stream(torch.cuda.current_stream())
-            return PendingDigests(spans, launch(self._table, self._numbers))
+        self._last = tensors

@@ -6,6 +6,7 @@ that may be collective. Ours adds ``aliases``, because a tied tensor must be sen
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -63,13 +64,17 @@ class ModuleSource:
         self._module = module
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return dict(self._module.state_dict(keep_vars=False))
+        return dict(self._module.state_dict(keep_vars=True))
 
     @staticmethod
     def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        places = [_local(tensor).data_ptr() for tensor in tensors.values()]
+        often = {place for place, count in Counter(places).items() if count > 1}
         first: dict[tuple[object, ...], str] = {}
         tied = {}
-        for name, tensor in tensors.items():
+        for (name, tensor), place in zip(tensors.items(), places, strict=True):
+            if place not in often:
+                continue
             target = first.setdefault(ModuleSource._identity(tensor), name)
             if target != name:
                 tied[name] = target
@@ -98,7 +103,7 @@ class ModuleSource:
 
     def example(self) -> torch.Tensor | None:
         """See Located. One on a GPU if there is any."""
-        found = [_local(tensor) for tensor in self._tensors().values() if tensor.numel()]
+        found = [_local(tensor).detach() for tensor in self._tensors().values() if tensor.numel()]
         return next((tensor for tensor in found if tensor.device.type == "cuda"), found[0] if found else None)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -106,7 +111,8 @@ class ModuleSource:
         tied = self._tied(tensors)
         for name, tensor in tensors.items():
             if name not in tied:
-                yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                found = tensor.detach()
+                yield name, found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Views:
             part = flat[place.segment][place.offset : place.offset + slot.nbytes]
             self.by_name[slot.name] = part.view(dtype).view(slot.shape)
         lying = {name: (view.data_ptr(), view.nbytes) for name, view in self.by_name.items()}
-        self.distinct = list({lying[name]: view for name, view in self.by_name.items()}.values())
+        self.distinct = tuple({lying[name]: view for name, view in self.by_name.items()}.values())
         """Each run of bytes once, whatever its names are."""
         numbers = {place: number for number, place in enumerate(dict.fromkeys(lying.values()))}
         self.numbers = {name: numbers[place] for name, place in lying.items()}

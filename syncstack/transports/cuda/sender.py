@@ -3,7 +3,7 @@
 Not a byte is copied: the workers map the trainer's own parameters and read them in place. What has been shown is shown
 once; a refit that finds everything where it was is one offer, one digest on each side and one answer. A value whose
 memory cannot be handed over that way (plain cudaMalloc memory for ``cuda_fd``), or that does not lie on the GPU in the
-dtype that travels (cast, strided, on the host), is copied once into memory that can: see ``arena``.
+dtype that travels (cast, strided, on the host), is copied once into memory that can: see ``shown``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from weakref import WeakKeyDictionary
 import torch
 from msgspec.structs import replace
 
-from syncstack.errors import HandleRefused
 from syncstack.transports.answers import collect_answers
-from syncstack.transports.cuda.arena import Arena
 from syncstack.transports.cuda.digests import make_digester
 from syncstack.transports.cuda.driver import Digester, Driver, Kind, load_driver
 from syncstack.transports.cuda.handover import Given, handle_for
+from syncstack.transports.cuda.shown import Shown
 from syncstack.transports.cuda.table import OwnSegment, OwnTable
 from syncstack.transports.host_fd.handover import FdWay, default_way
-from syncstack.transports.values import ValueReader, check_shape
-from syncstack.weights.manifest import WHOLE, Manifest, Share, TensorSlot, Wanted, layout
+from syncstack.transports.values import ValueReader
+from syncstack.weights.manifest import WHOLE, Manifest, Share, Wanted, layout
 from syncstack.weights.source import WeightSource
 from syncstack.wire.link import Link
 from syncstack.wire.messages import BucketReady, Offer, Staged, StageEnd, Table
@@ -61,7 +60,6 @@ class CudaSender:
     ) -> None:
         """``home`` is the device for values that lie on the host. Raises TransportError where there is no driver."""
         self._kinds = kinds
-        self._home = home
         self._driver = driver()
         self._make_digester = digester
         self._digester: Digester | None = None
@@ -69,9 +67,8 @@ class CudaSender:
         self._table = OwnTable(self._driver, kinds)
         self._known: Known = WeakKeyDictionary()
         self._values: list[torch.Tensor] = []
-        self._arena = Arena(self._driver, kinds)
-        self._lying: dict[int, bool] = {}
-        self._copied = set[str]()
+        self._shown = Shown(self._driver, kinds, home)
+        self._laid: tuple[Sequence[Wanted], Manifest] | None = None
 
     @property
     def cast_bytes(self) -> int:
@@ -97,7 +94,7 @@ class CudaSender:
         DeadlineExceeded.
         """
         self._reader.await_idle(wait_s)
-        manifest = layout(wanted, share)
+        manifest = self._layout(wanted, share)
         stop = threading.Event()
         ways = {link: (fd_ways or {}).get(link) or default_way(link) for link in links}
         given = Given(ways, session=session, wait_s=wait_s)
@@ -105,9 +102,10 @@ class CudaSender:
         table, known, values = self._table, self._known, list[torch.Tensor]()
 
         def send() -> None:
-            self._copied.clear()
+            self._shown.begin()
             for slot, value in self._reader.values(source, wanted, manifest, stop):
-                values.append(self._placed(slot, value, total=manifest.total_bytes))
+                values.append(self._shown.add(slot, value, total=manifest.total_bytes))
+            self._shown.copy()
             pending = self._digests(values)  # while everything else is looked at
             offer = self._offer(table, values, manifest, session, version)
             _show(offer, table, known, given, ways, wait_s)
@@ -127,32 +125,11 @@ class CudaSender:
         self._values = values
         return manifest, staged
 
-    def _placed(self, slot: TensorSlot, value: torch.Tensor, *, total: int) -> torch.Tensor:
-        """The value itself where it can be shown as it lies, else a copy in memory that can."""
-        check_shape(slot, value)
-        if not slot.nbytes:
-            return value.detach()
-        dtype = getattr(torch, slot.dtype)
-        held = self._driver.holds(value)
-        if held and value.dtype == dtype and value.is_contiguous() and self._can_be_shown(value):
-            return value.detach()
-        device = self._driver.device_of(value) if held else self._home
-        self._copied.add(device)
-        place = self._arena.place(slot.name, slot.nbytes, device, total=total)
-        with torch.no_grad():
-            return place.view(dtype).view(slot.shape).copy_(value)
-
-    def _can_be_shown(self, value: torch.Tensor) -> bool:
-        """Whether its memory is of a kind that is handed out. Known by address: what lies there is looked at before it
-        is shown, so an old answer is found out."""
-        address = value.data_ptr()
-        if address not in self._lying:
-            self._driver.bind(self._driver.device_of(value))
-            try:
-                self._lying[address] = self._driver.kind(address) in self._kinds
-            except HandleRefused:
-                self._lying[address] = False
-        return self._lying[address]
+    def _layout(self, wanted: Sequence[Wanted], share: Share) -> Manifest:
+        """The last version's where it is the same, which it is as long as nobody changes a model."""
+        if self._laid is None or self._laid[0] != wanted or self._laid[1].share != share:
+            self._laid = wanted, layout(wanted, share)
+        return self._laid[1]
 
     def _offer(
         self, table: OwnTable, values: Sequence[torch.Tensor], manifest: Manifest, session: str, version: int
@@ -161,9 +138,8 @@ class CudaSender:
         lying = [value for value in values if value.nbytes]
         if lying:
             self._driver.bind(self._driver.device_of(lying[0]))
-        for device in self._copied:
-            self._driver.settle(device)  # a worker reads as soon as it is offered something
         table.update(values)
+        self._shown.settle()
         return Offer(
             session=session,
             version=version,
@@ -201,8 +177,7 @@ class CudaSender:
         self._table = OwnTable(self._driver, self._kinds)
         self._known = WeakKeyDictionary()
         self._values = []
-        self._lying.clear()
-        self._arena.clear()
+        self._shown.clear()
 
     def close(self) -> None:
         """Let all memory go."""
