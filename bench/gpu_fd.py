@@ -1,6 +1,7 @@
-"""`python -m bench.gpu_fd`: a version of Qwen2.5-3B's shapes (434 tensors, bf16, 6.2 GB) from a trainer's GPU memory to
-a worker in another process, PID namespace and IPC namespace, as nobody, without a capability, both under the
-restrictive profile. Correctness first, then numbers, beside a copy and a digest of the same bytes in the same run.
+"""`python -m bench.gpu_fd`: versions of Qwen2.5-3B's shapes (434 tensors, bf16, 6.2 GB; once Qwen3-30B-A3B's, 61 GB)
+from a trainer's GPU memory to a worker in another process, PID namespace and IPC namespace, as nobody, without a
+capability, both under the restrictive profile. Correctness first, then numbers, beside a copy and a digest of the same
+bytes, and the bus with both directions busy, in the same run.
 
 To be run as root (it makes the namespaces and gives up its rights in the children), with one NVIDIA GPU.
 """
@@ -17,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from bench.child import NOBODY, Child
-from bench.qwen import machine, shapes
+from bench.qwen import machine, moe_shapes, shapes
 
 
 class Pair:
@@ -30,6 +31,7 @@ class Pair:
         profile: str = "restrictive",
         apart: bool = True,
         expandable: bool = True,
+        bucket_mib: int = 64,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
@@ -37,12 +39,13 @@ class Pair:
         self._path = folder / "worker-0.sock"
         self._profile = profile
         self._transport = transport
+        self._bucket = str(bucket_mib << 20)
         self._apart = apart
         self.worker = self._started("worker", expandable=False)
         self.trainer = self._started("trainer", expandable=expandable)
 
     def _started(self, role: str, *, expandable: bool) -> Child:
-        arguments = ["-m", "bench.gpu_child", role, str(self._path), self._profile, self._transport]
+        arguments = ["-m", "bench.gpu_child", role, str(self._path), self._profile, self._transport, self._bucket]
         return Child(arguments, self._path.parent / f"home-{role}", apart=self._apart, expandable=expandable)
 
     def renew_worker(self) -> None:
@@ -70,15 +73,16 @@ class Pair:
         self._folder.cleanup()
 
 
-def measure(rounds: int, **options: Any) -> dict[str, Any]:
+def measure(rounds: int, *, moe: bool = False, **options: Any) -> dict[str, Any]:
     """One pair's numbers. Raises RuntimeError where anything is not right."""
+    wanted = [list(shape) for shape in (moe_shapes() if moe else shapes())]
     with Pair(**options) as pair:
-        made = pair.trainer.ask("make", shapes=[list(shape) for shape in shapes()])
+        made = pair.trainer.ask("make", shapes=wanted)
         floor = pair.trainer.ask("floor")
         pair.trainer.ask("make", shapes=[[8]])  # what is compiled at first use is not part of the first refit
         pair.refit()
         pair.worker.ask("forget")
-        pair.trainer.ask("make", shapes=[list(shape) for shape in shapes()])
+        pair.trainer.ask("make", shapes=wanted)
         first = pair.refit()
         pair.right()
         found: list[dict[str, Any]] = []
@@ -105,6 +109,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_fd", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--commit", default="", help="what is measured, for the record")
+    parser.add_argument("--only", default="", help="the ways that have this in their names")
+    parser.add_argument("--sweep", type=int, nargs="*", help="sizes of host_fd's buckets, in MiB")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     ways: dict[str, dict[str, Any]] = {
@@ -116,7 +122,14 @@ def main() -> None:
             "apart": False,
             "expandable": False,
         },
+        "host_fd: expandable segments, restrictive, other PID and IPC namespace": {"transport": "host_fd"},
+        "cuda_fd: 61 GB, restrictive, other PID and IPC namespace": {"moe": True},
+        **{
+            f"host_fd: buckets of {mib} MiB": {"transport": "host_fd", "bucket_mib": mib}
+            for mib in (arguments.sweep or ())
+        },
     }
+    ways = {name: options for name, options in ways.items() if arguments.only in name}
     result: dict[str, Any] = {"commit": arguments.commit, "machine": machine(), "ways": {}}
     for name, options in ways.items():
         try:

@@ -42,6 +42,16 @@ def shapes() -> Iterator[tuple[int, ...]]:
     return (shape for _, shape in named_shapes())
 
 
+def moe_shapes() -> Iterator[tuple[int, ...]]:
+    """Those of Qwen3-30B-A3B as transformers 5 holds them, a layer's experts in two tensors: 61 GB in bf16."""
+    hidden, layers, experts, mlp, queries, keys = 2048, 48, 128, 768, 4096, 512
+    yield from ((VOCAB, hidden),) * 2
+    for _ in range(layers):
+        yield from ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries), (128,), (128,))
+        yield from ((experts, hidden), (experts, 2 * mlp, hidden), (experts, hidden, mlp), (hidden,), (hidden,))
+    yield (hidden,)
+
+
 def machine() -> dict[str, str]:
     """What it ran on."""
     import triton  # not where there is no GPU

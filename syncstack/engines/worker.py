@@ -73,7 +73,12 @@ class EngineWorker:
             link_s=settings.link_s,
             tcp=listener,
             token=None if listener is None else settings.required_token(f"listening on {listen.tcp}"),
+            device=self._device,
         )
+
+    def _device(self) -> torch.device | None:
+        example = self._loader.example()
+        return None if example is None else example.device
 
     def info(self) -> WorkerInfo:
         """Who this worker is, with its own facts: they decide, not the front end's."""

@@ -12,7 +12,10 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from syncstack.errors import LinkLost, ProtocolError, SyncstackError
 from syncstack.transports.session import LinkServer, send_fault
@@ -33,7 +36,8 @@ MAX_STRANGERS = 32
 class WorkerEndpoint:
     """Listens from construction until ``close``: on a unix socket at ``path``, on ``tcp``, or on both.
 
-    ``tcp`` is a listening socket; it is the endpoint's from here on, and needs ``token``.
+    ``tcp`` is a listening socket; it is the endpoint's from here on, and needs ``token``. ``device`` is asked, in a
+    link's thread, where the engine's weights lie.
     """
 
     def __init__(
@@ -44,12 +48,14 @@ class WorkerEndpoint:
         link_s: float,
         tcp: socket.socket | None = None,
         token: Token | None = None,
+        device: Callable[[], torch.device | None] = lambda: None,
     ) -> None:
         assert tcp is None or token is not None
         self.path = path
         self.port: int = 0 if tcp is None else tcp.getsockname()[1]
         self.rank = rank
         self._link_s = link_s
+        self._device = device
         self._token = token
         self._versions: dict[str, dict[int, StagedVersion]] = {}
         """The shares of each session, by index."""
@@ -129,7 +135,7 @@ class WorkerEndpoint:
 
     def _serve(self, sock: socket.socket) -> None:
         link = Link(sock)
-        server = LinkServer(link, self, link_s=self._link_s)
+        server = LinkServer(link, self, link_s=self._link_s, device=self._device)
         try:
             self._identify(link, sock)
             self._admit(self._links, link, MAX_LINKS)

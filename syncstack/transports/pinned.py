@@ -35,13 +35,17 @@ class Registrar(Protocol):
 class DriverRegistrar:
     """The real one, for one device of this process."""
 
-    def __init__(self, index: int) -> None:
-        """``index`` is torch's. Raises TransportError where the driver or its bindings cannot be used."""
+    def __init__(self, index: int, *, read_only: bool = False) -> None:
+        """``index`` is torch's; ``read_only`` is for pages that this process may not write. Raises TransportError where
+        the driver or its bindings cannot be used."""
         try:
             from cuda.bindings import driver
         except ImportError as error:
             raise TransportError("cuda-bindings cannot be imported", observed=str(error)) from None
         self._driver: Any = driver
+        self._flags = driver.CU_MEMHOSTREGISTER_PORTABLE
+        if read_only:
+            self._flags |= driver.CU_MEMHOSTREGISTER_READ_ONLY
         code, device = driver.cuDeviceGet(index)
         if not int(code):
             code, self._context = driver.cuDevicePrimaryCtxRetain(device)
@@ -51,7 +55,7 @@ class DriverRegistrar:
     def register(self, address: int, nbytes: int) -> int:
         """See Registrar."""
         self._driver.cuCtxSetCurrent(self._context)  # torch's own: a thread of ours may have none yet
-        (code,) = self._driver.cuMemHostRegister(address, nbytes, self._driver.CU_MEMHOSTREGISTER_PORTABLE)
+        (code,) = self._driver.cuMemHostRegister(address, nbytes, self._flags)
         return int(code)
 
     def unregister(self, address: int) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
+
+import torch
 
 from syncstack.errors import DeadlineExceeded, ProtocolError, SyncstackError
 from syncstack.transports.collective.receiver import JOIN_S, CollectiveReceiver
@@ -62,11 +65,18 @@ class Registry(Protocol):
 class LinkServer:
     """One link's conversation. Used from that link's thread only."""
 
-    def __init__(self, link: Link, registry: Registry, *, link_s: float) -> None:
+    def __init__(
+        self,
+        link: Link,
+        registry: Registry,
+        *,
+        link_s: float,
+        device: Callable[[], torch.device | None] = lambda: None,
+    ) -> None:
         self._link = link
         self._registry = registry
         self._link_s = link_s
-        self._by_fd = HostFdReceiver()
+        self._by_fd = HostFdReceiver(device)
         self._by_link = StreamReceiver()
         self._by_gpu = CudaReceiver()
         self._by_group = CollectiveReceiver(link.local_host, link_s)

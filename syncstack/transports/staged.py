@@ -78,24 +78,33 @@ class StagedVersion:
 
     def read_bucket(self, bucket: BucketReady) -> None:
         """Digest the tensors of one bucket and compare; raises DigestMismatch that names the first that differs."""
+        slots = self.announced(bucket, after=len(self._digests))
+        begin = time.perf_counter()
+        self.compare(slots, self._digested(slots), bucket.digests)
+        self._digest_s += time.perf_counter() - begin
+
+    def announced(self, bucket: BucketReady, *, after: int) -> Sequence[TensorSlot]:
+        """The tensors of a bucket, which comes after so many tensors; raises ProtocolError where it does not."""
         slots = self.offer.tensors[bucket.first : bucket.first + len(bucket.digests)]
-        if bucket.first != len(self._digests) or len(slots) != len(bucket.digests):
+        if bucket.first != after or len(slots) != len(bucket.digests):
             raise ProtocolError(
                 "buckets out of order",
                 observed=f"tensors {bucket.first}..{bucket.first + len(bucket.digests)}",
-                expected=f"from {len(self._digests)}, at most {len(self.offer.tensors)}",
+                expected=f"from {after}, at most {len(self.offer.tensors)}",
             )
-        begin = time.perf_counter()
-        for slot, found, expected in zip(slots, self._digested(slots), bucket.digests, strict=True):
-            if found != expected:
+        return slots
+
+    def compare(self, slots: Sequence[TensorSlot], found: Iterable[str], expected: Sequence[str]) -> None:
+        """Count the next tensors as verified; raises DigestMismatch at the first that is another than expected."""
+        for slot, digest_found, digest_expected in zip(slots, found, expected, strict=True):
+            if digest_found != digest_expected:
                 raise DigestMismatch(
                     f"{slot.name} arrived with another content",
-                    observed=found,
-                    expected=expected,
+                    observed=digest_found,
+                    expected=digest_expected,
                     consequence="The engine kept its old weights",
                 )
-            self._digests.append(found)
-        self._digest_s += time.perf_counter() - begin
+            self._digests.append(digest_found)
 
     def finish_staging(self) -> Staged:
         """All buckets were announced: everything must be verified and the sender must have stopped writing."""

@@ -93,6 +93,19 @@ class ValueReader:
         if done:
             yield first, done
 
+    def grouped(
+        self, source: WeightSource, wanted: Sequence[Wanted], manifest: Manifest, stop: threading.Event
+    ) -> Iterator[tuple[int, Run]]:
+        """As ``buckets``, with the values themselves: for whoever works on them in another way."""
+        first, group = 0, Run()
+        for slot, value in self.values(source, wanted, manifest, stop):
+            group.append((slot, value))
+            if _size(group) >= self._bucket_bytes:
+                yield first, group
+                first, group = first + len(group), Run()
+        if group:
+            yield first, group
+
     def _runs(self, values: Iterator[tuple[TensorSlot, torch.Tensor]]) -> Iterator[Run]:
         """The same values in runs that reach ``RUN_BYTES``, or a bucket; a large tensor is the last of its run."""
         least = min(RUN_BYTES, self._bucket_bytes)

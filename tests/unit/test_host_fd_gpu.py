@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from syncstack.errors import DigestMismatch
 from syncstack.transports.endpoint import WorkerEndpoint
+from syncstack.transports.host_fd.receiver import VersionByGpu
 from syncstack.transports.host_fd.sender import HostFdSender
 from syncstack.transports.order import await_done, mark
 from syncstack.transports.staged import StagedVersion
@@ -29,8 +31,10 @@ pytestmark = [
 class Pair:
     """A trainer and a worker of one process, over a real unix socket."""
 
-    def __init__(self, folder: Path) -> None:
-        self.endpoint = WorkerEndpoint(folder / "worker-0.sock", rank=0, link_s=30)
+    def __init__(self, folder: Path, device: str = "cuda:0") -> None:
+        """``device`` is where the engine's weights lie."""
+        where = torch.device(device)
+        self.endpoint = WorkerEndpoint(folder / "worker-0.sock", rank=0, link_s=30, device=lambda: where)
         self.link = Link(unix.connect(folder / "worker-0.sock", deadline=time.monotonic() + 5))
         greet(self.link, role="trainer", rank=0, deadline=time.monotonic() + 5)
         self.sender = HostFdSender(bucket_bytes=64 << 20)
@@ -47,9 +51,9 @@ class Pair:
         self.endpoint.close()
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    made = Pair(tmp_path)
+@pytest.fixture(params=["cuda:0", "cpu"])
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(tmp_path, request.param)
     yield made
     made.close()
 
@@ -102,6 +106,21 @@ def test_a_hundred_versions_leave_nothing(pair: Pair) -> None:
     assert after[0] == before[0]
     assert after[1] <= before[1] + 5
     assert after[2] >= before[2] - (2 << 20)
+
+
+def test_the_workers_gpu_verifies_and_finds_what_was_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(tmp_path)
+    module = weights((40 << 20,), (3, 5), (70_000,), (9 << 20,))
+    version = pair.stage(module)
+    assert isinstance(version, VersionByGpu)
+    version.check_again()
+    segment = pair.sender._segment
+    assert segment is not None
+    segment.data[-7_000_000] ^= 1
+    with pytest.raises(DigestMismatch, match=r"^3 was changed while the engine was loading it"):
+        version.check_again()
+    assert not caplog.records
+    pair.close()
 
 
 def test_how_fast_it_is(pair: Pair) -> None:

@@ -21,7 +21,10 @@ import os
 import secrets
 import struct
 import threading
+import warnings
 from collections.abc import Callable
+
+import torch
 
 from syncstack.errors import TransportError
 from syncstack.transports.pinned import PinnedRange, Registrar
@@ -143,6 +146,25 @@ class ReceiverSegment:
         if head != (_MAGIC, bytes.fromhex(nonce), data_bytes):
             self._map.close()
             raise _foreign(f"header {head[0]!r} {head[1].hex()} {head[2]}", f"nonce {nonce}, {data_bytes} bytes")
+        self._pinned: PinnedRange | None = None
+        self._refused = False
+
+    def flat(self) -> torch.Tensor:
+        """The data area as uint8 [data_bytes], which must not be written. Holds the mapping."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+            return torch.frombuffer(self.data, dtype=torch.uint8)
+
+    def pin(self, make: Callable[[], Registrar]) -> bool:
+        """Page-lock it for a GPU, once. Returns whether it is; what hinders it is in one warning."""
+        if self._pinned is None and not self._refused and self.data_bytes:
+            try:
+                address = self.flat().data_ptr() - HEADER_BYTES
+                self._pinned = PinnedRange(address, HEADER_BYTES + self.data_bytes, make())
+            except TransportError as error:
+                self._refused = True
+                log.warning("weights reach the GPU through memory that is not page-locked, which is slower: %s", error)
+        return self._pinned is not None
 
     @property
     def generation(self) -> int:
@@ -156,7 +178,10 @@ class ReceiverSegment:
         return memoryview(self._map)[HEADER_BYTES:]
 
     def close(self) -> None:
-        """Unmap now, or when the last view is dropped."""
+        """Unmap now, or when the last view is dropped. Waits for copies to a GPU that are under way."""
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
         with contextlib.suppress(BufferError):
             self._map.close()
 

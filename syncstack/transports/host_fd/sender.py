@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -16,18 +17,25 @@ from weakref import WeakKeyDictionary
 import torch
 
 from syncstack.transports.answers import collect_answers
+from syncstack.transports.host_fd.d2h import LeavingBucket, LeavingGpu
 from syncstack.transports.host_fd.handover import FdWay, default_way, give
 from syncstack.transports.host_fd.segment import SenderSegment
 from syncstack.transports.pinned import DriverRegistrar
-from syncstack.transports.values import ValueReader, check_shape, plain
+from syncstack.transports.values import Run, ValueReader, check_shape, plain
 from syncstack.weights.digest import Hasher, digest
 from syncstack.weights.manifest import WHOLE, Manifest, Share, TensorSlot, Wanted, layout
-from syncstack.weights.source import WeightSource
+from syncstack.weights.source import WeightSource, example_of
 from syncstack.wire.link import Link
 from syncstack.wire.messages import BucketReady, Offer, Staged, StageEnd
 
 PIECE_BYTES = 1 << 20
 """Copy and digest in pieces of this size: the digest finds its piece in the cache."""
+
+BUCKETS_AHEAD = 2
+"""Buckets of a GPU that are on their way beside the one that is waited for."""
+
+Bucket = tuple[int, list[tuple[TensorSlot, str]]]
+"""Index of the first tensor, and each with its digest."""
 
 
 class HostFdSender:
@@ -37,6 +45,7 @@ class HostFdSender:
         self._segment: SenderSegment | None = None
         self._known: WeakKeyDictionary[Link, str] = WeakKeyDictionary()
         self._reader = ValueReader(bucket_bytes=bucket_bytes)
+        self._gpu = LeavingGpu()
         self.write_s = 0.0
         """How long the last version took to write and announce; what it took beyond that was waiting for workers."""
 
@@ -80,7 +89,7 @@ class HostFdSender:
             for link in links:
                 way = (fd_ways or {}).get(link) or default_way(link)
                 self._offer(link, way, segment, manifest, session, version, generation, time.monotonic() + wait_s)
-            buckets = self._reader.buckets(source, wanted, manifest, partial(_write, segment), stop)
+            buckets = self._buckets(segment, source, wanted, manifest, stop, wait_s)
             filling = self._reader.start(lambda: self._send(segment, buckets, links, session, wait_s))
             num = len(manifest.tensors)
             return manifest, collect_answers(links, filling, session=session, num_tensors=num, wait_s=wait_s)
@@ -92,10 +101,39 @@ class HostFdSender:
             self._reader.release(segment.close)  # the frames of its writers hold views
             raise
 
+    def _buckets(
+        self,
+        segment: SenderSegment,
+        source: WeightSource,
+        wanted: Sequence[Wanted],
+        manifest: Manifest,
+        stop: threading.Event,
+        wait_s: float,
+    ) -> Iterator[Bucket]:
+        """Write every bucket, by this host's cores or by the GPU that holds the weights; yields it when it is there."""
+        example = example_of(source)
+        if example is None or example.device.type != "cuda":
+            return self._reader.buckets(source, wanted, manifest, partial(_write, segment), stop)
+        segment.pin(partial(DriverRegistrar, example.device.index))
+        return self._from_gpu(segment, self._reader.grouped(source, wanted, manifest, stop), wait_s)
+
+    def _from_gpu(self, segment: SenderSegment, groups: Iterator[tuple[int, Run]], wait_s: float) -> Iterator[Bucket]:
+        """A bucket is copied while the next is asked for."""
+        leaving: deque[tuple[int, LeavingBucket]] = deque()
+        try:
+            for first, values in groups:
+                leaving.append((first, self._gpu.start(values, partial(_place, segment), partial(_write, segment))))
+                if len(leaving) > BUCKETS_AHEAD:
+                    yield leaving[0][0], leaving.popleft()[1].wait(deadline=time.monotonic() + wait_s)
+            while leaving:
+                yield leaving[0][0], leaving.popleft()[1].wait(deadline=time.monotonic() + wait_s)
+        finally:
+            self._gpu.settle()
+
     def _send(
         self,
         segment: SenderSegment,
-        buckets: Iterator[tuple[int, list[tuple[TensorSlot, str]]]],
+        buckets: Iterator[Bucket],
         links: Sequence[Link],
         session: str,
         wait_s: float,
@@ -155,6 +193,12 @@ class HostFdSender:
         self._known.clear()
 
 
+def _place(segment: SenderSegment, slot: TensorSlot) -> torch.Tensor:
+    """Where a tensor goes to, as a tensor."""
+    place = segment.data[slot.offset : slot.offset + slot.nbytes]
+    return torch.frombuffer(place, dtype=getattr(torch, slot.dtype)).view(slot.shape)
+
+
 def _write(segment: SenderSegment, slot: TensorSlot, value: torch.Tensor) -> str:
     """Cast and copy one tensor into its slot; returns the digest of its bytes as they travel.
 
@@ -166,10 +210,8 @@ def _write(segment: SenderSegment, slot: TensorSlot, value: torch.Tensor) -> str
     place = segment.data[slot.offset : slot.offset + slot.nbytes]
     if plain(slot, value):
         return _copy_and_digest(segment.address + slot.offset, value.data_ptr(), slot.nbytes)
-    if value.device.type == "cuda":
-        segment.pin(partial(DriverRegistrar, value.device.index))
     with torch.no_grad():
-        torch.frombuffer(place, dtype=getattr(torch, slot.dtype)).view(slot.shape).copy_(value)
+        _place(segment, slot).copy_(value)
     return digest(place)
 
 
