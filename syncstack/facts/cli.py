@@ -13,17 +13,11 @@ from rich.console import Console
 from syncstack.facts.collect import collect
 from syncstack.facts.hello import Role, say_hello
 from syncstack.facts.render import render
+from syncstack.output import Output, OutputOption
 from syncstack.transports import SPOKEN
 
 # The default of Settings.socket_dir. The settings model itself takes longer than all facts together.
 _SOCKET_DIR: Final = Path("/run/syncstack")
-
-
-class Output(Enum):
-    """Forms of output."""
-
-    TEXT = "text"
-    JSON = "json"
 
 
 class Side(Enum):
@@ -34,7 +28,7 @@ class Side(Enum):
 
 
 def facts(
-    output: Annotated[Output, typer.Option("--output", "-o", help="Form of the output.")] = Output.TEXT,
+    output: OutputOption = Output.TEXT,
     role: Annotated[Side, typer.Option(help="The side that this process stands for.")] = Side.TRAINER,
     socket_dir: Annotated[
         Path, typer.Option(envvar="SYNCSTACK_SOCKET_DIR", help="Folder of the sockets.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,19 +13,13 @@ from rich.text import Text
 from syncstack.errors import PlanError, UsageError
 from syncstack.facts import Hello
 from syncstack.facts.hello import HELLO_VERSION
+from syncstack.output import Output, OutputOption
 from syncstack.plan.choose import Row, choose, explain
 from syncstack.plan.model import Choice, Policy
 from syncstack.settings import Settings
 
 MAX_HELLO_BYTES = 4 << 20
 """A hello is some 10 kB; files of this command come by mail."""
-
-
-class Output(Enum):
-    """Forms of output."""
-
-    TEXT = "text"
-    JSON = "json"
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +34,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 def plan(
     sender: Annotated[Path, typer.Option("--from", help="The trainer's hello: what `syncstack facts -o json` wrote.")],
     receiver: Annotated[Path, typer.Option("--to", help="The engine's hello.")],
-    output: Annotated[Output, typer.Option("--output", "-o", help="Form of the output.")] = Output.TEXT,
+    output: OutputOption = Output.TEXT,
     transport: Annotated[
         str | None,
         typer.Option(help="auto, or names in order (SYNCSTACK_TRANSPORT).", show_default=False),

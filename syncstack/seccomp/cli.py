@@ -12,6 +12,7 @@ import typer
 
 from syncstack.errors import DeadlineExceeded, UsageError
 from syncstack.facts.process import CAPABILITY_NAMES, bounding_capabilities
+from syncstack.output import Output, OutputOption
 from syncstack.seccomp import check as checker
 from syncstack.seccomp import diff as differ
 from syncstack.seccomp import generate as generator
@@ -30,13 +31,6 @@ app = typer.Typer(
 )
 
 
-class Output(Enum):
-    """Forms of output."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
 _PROFILE = f"{', '.join(NAMES)}, or a file (flat OCI or Docker's format)."
 _Folder = Annotated[Path, typer.Option("--out", help="Folder of the profiles.", file_okay=False)]
 _Profile = Annotated[str, typer.Argument(help=_PROFILE)]
@@ -45,7 +39,6 @@ _Caps = Annotated[
     str, typer.Option(help="Bounding set that conditions are decided for: none, docker, bounding, CAP_A, with commas.")
 ]
 _Kernel = Annotated[str, typer.Option(help="Kernel X.Y that conditions are decided for.", show_default="this one")]
-_Output = Annotated[Output, typer.Option("--output", "-o", help="Form of the output.")]
 Runtime = Enum("Runtime", {name: name for name in RUNTIMES})  # type: ignore[misc]
 
 
@@ -92,7 +85,7 @@ def check(
         list[Runtime] | None,
         typer.Option(help="Read it as this runtime does (repeatable).", show_default="docker, containerd"),
     ] = None,
-    output: _Output = Output.TEXT,
+    output: OutputOption = Output.TEXT,
 ) -> None:
     """Check what a profile denies of what is needed, and what it lets through of what is dangerous.
 
@@ -110,7 +103,7 @@ def explain(
     profile: Annotated[list[str] | None, typer.Option(help=f"One more profile (repeatable): {_PROFILE}")] = None,
     caps: _Caps = "none",
     kernel: _Kernel = "",
-    output: _Output = Output.TEXT,
+    output: OutputOption = Output.TEXT,
 ) -> None:
     """Say what each profile answers to a system call, why, and who needs it."""
     found = explain_call(syscall, profiles=profile or [], caps=capabilities(caps), kernel=kernel)
@@ -123,7 +116,7 @@ def diff(
     second: _Profile,
     caps: _Caps = "none",
     kernel: _Kernel = "",
-    output: _Output = Output.TEXT,
+    output: OutputOption = Output.TEXT,
 ) -> None:
     """Compare what two profiles answer to every system call. Exit 0: the same; 1: they differ."""
     found = differ.compare(first, second, caps=capabilities(caps), kernel=kernel)
@@ -163,7 +156,7 @@ def record(
         Path | None, typer.Option(help="Write a flat profile that allows what was seen.", dir_okay=False)
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Kill the command after this many seconds.")] = 600.0,
-    output: _Output = Output.TEXT,
+    output: OutputOption = Output.TEXT,
 ) -> None:
     """Run a command and list the system calls that it used, and those that were refused.
 

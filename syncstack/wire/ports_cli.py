@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Annotated
-
 import msgspec
 import typer
 from rich.console import Console
@@ -13,6 +10,7 @@ from rich.table import Table
 from syncstack.errors import SettingsError
 from syncstack.facts.listeners import Listener, listeners
 from syncstack.facts.network import network
+from syncstack.output import Output, OutputOption
 from syncstack.settings import Settings
 from syncstack.wire.ports import Band, check, parse
 
@@ -30,13 +28,6 @@ PURPOSE = {
 }
 
 
-class Output(Enum):
-    """Forms of output."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
 class Document(msgspec.Struct, frozen=True, kw_only=True):
     """What ``-o json`` prints. ``problem`` is "" where the bands can be used."""
 
@@ -48,7 +39,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ports(
-    output: Annotated[Output, typer.Option("--output", "-o", help="Form of the output.")] = Output.TEXT,
+    output: OutputOption = Output.TEXT,
 ) -> None:
     """The bands of ports, and who listens in them. Exit 0: they can be used; 1: they cannot; 2: they make no sense."""
     bands = parse(Settings.load().port_bands)
