@@ -70,8 +70,8 @@ _PIDFD: Final[Mapping[Cause, Remedy]] = {
 # For both sides: the trainer holds the descriptors, the engine takes them.
 _YAMA: Final[Mapping[int, Remedy]] = {
     1: Remedy(
-        other="a process may be read by its parents only, until it allows more: trainer: "
-        "prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY); engine: nothing to change"
+        other="a process may be read by its parents only, until it names one that may too: trainer: "
+        "prctl(PR_SET_PTRACER, process of the engine's worker); engine: nothing to change"
     ),
     2: Remedy(
         other="only a process with CAP_SYS_PTRACE may read another; do not add it: trainer and engine: share a folder, "

@@ -112,7 +112,7 @@ def test_a30_a_sandbox_is_named_and_a_copy_is_no_failure() -> None:
 
 SCOPES = {
     0: ("pass", ""),
-    1: ("warn", "trainer: prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY); engine: nothing to change"),
+    1: ("warn", "trainer: prctl(PR_SET_PTRACER, process of the engine's worker); engine: nothing to change"),
     2: (
         "warn",
         "only a process with CAP_SYS_PTRACE may read another; do not add it: trainer and engine: share a folder",
