@@ -92,7 +92,11 @@ class FakeGpu:
 
     def malloc(self, nbytes: int) -> int:
         """cudaMalloc."""
-        base = mapped(0, nbytes, -1, mmap.PROT_READ | mmap.PROT_WRITE)
+        return self.malloc_at(0, nbytes)
+
+    def malloc_at(self, address: int, nbytes: int) -> int:
+        """cudaMalloc, at an address that is free; 0: anywhere."""
+        base = mapped(address, nbytes, -1, mmap.PROT_READ | mmap.PROT_WRITE)
         self.plain[base], self.ids[base] = nbytes, next(self.numbers)
         return base
 

@@ -228,6 +228,21 @@ def test_cuda_ipc_says_what_to_do_where_torch_gives_expandable_segments_only() -
         assert same(pair.stage(source)[0], source)
 
 
+def test_memory_that_is_of_another_kind_than_before_ends_one_version_and_not_the_next() -> None:
+    with Pair() as pair:
+        base = pair.gpu.expandable(1)
+        source = Weights(a=at(base, 300))
+        assert same(pair.stage(source)[0], source)
+        pair.gpu.shrink(base)
+        pair.gpu.malloc_at(base, CHUNK)
+        source = Weights(a=at(base, 300))
+        with pytest.raises(HandleRefused, match=r"plain cudaMalloc memory now, .*Next: run the refit again"):
+            pair.stage(source)
+        pair.renew()
+        assert same(pair.stage(source)[0], source)
+        assert pair.gpu.calls["create"] == 1
+
+
 def test_plain_memory_is_copied_into_memory_that_can_be_handed_over_and_stays_there() -> None:
     with Pair() as pair:
         base = pair.gpu.malloc(1 << 20)

@@ -26,6 +26,8 @@ class Shown:
         self._home = home
         self._arena = Arena(driver, kinds)
         self._lying: dict[int, bool] = {}
+        self._lay: dict[int, bool] = {}
+        """Whether what lies at an address can be shown, and what was known of the version before."""
         self._places: dict[str, torch.Tensor] = {}
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._pending_bytes = 0
@@ -33,6 +35,7 @@ class Shown:
 
     def begin(self) -> None:
         """Another version."""
+        self._lying, self._lay = {}, self._lying
         self._copied.clear()
         self._drop_pending()
 
@@ -87,19 +90,19 @@ class Shown:
         """Whether its memory is of a kind that is handed out. Known by address: what lies there is looked at before it
         is shown, so an old answer is found out."""
         address = value.data_ptr()
-        found = self._lying.get(address)
+        found = self._lying.get(address, self._lay.get(address))
         if found is None:
             self._driver.bind(self._driver.device_of(value))
             try:
                 found = self._driver.kind(address) in self._kinds
             except HandleRefused:
                 found = False
-            self._lying[address] = found
+        self._lying[address] = found
         return found
 
     def clear(self) -> None:
         """Forget everything; the memory of copies goes with the last tensor of it."""
         self._drop_pending()
-        self._lying.clear()
+        self._lying, self._lay = {}, {}
         self._places.clear()
         self._arena.clear()

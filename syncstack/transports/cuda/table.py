@@ -138,6 +138,14 @@ class OwnTable:
     def _check(self, chunk: Chunk) -> None:
         if chunk.kind in self._kinds:
             return
+        if chunk.kind == "ipc":
+            raise HandleRefused(
+                "the weights lie in plain cudaMalloc memory now, which has no descriptor",
+                observed=f"memory at {chunk.base:#x} was made by cuMemCreate before",
+                expected="memory of expandable segments",
+                consequence="Nothing was sent",
+                next_step="run the refit again: it copies them first",
+            )
         raise HandleRefused(
             "the weights lie in expandable segments, which have no legacy handle",
             observed=f"memory at {chunk.base:#x} was made by cuMemCreate",
