@@ -94,13 +94,20 @@ class ValueReader:
             yield first, done
 
     def grouped(
-        self, source: WeightSource, wanted: Sequence[Wanted], manifest: Manifest, stop: threading.Event
+        self,
+        source: WeightSource,
+        wanted: Sequence[Wanted],
+        manifest: Manifest,
+        stop: threading.Event,
+        *,
+        least_bytes: int,
     ) -> Iterator[tuple[int, Run]]:
-        """As ``buckets``, with the values themselves: for whoever works on them in another way."""
+        """As ``buckets``, with the values themselves, and of ``least_bytes`` at least: for whoever works on them in
+        another way."""
         first, group = 0, Run()
         for slot, value in self.values(source, wanted, manifest, stop):
             group.append((slot, value))
-            if _size(group) >= self._bucket_bytes:
+            if _size(group) >= max(least_bytes, self._bucket_bytes):
                 yield first, group
                 first, group = first + len(group), Run()
         if group:

@@ -38,6 +38,8 @@ class HostFdReceiver:
         self._device = device
         self._segment: ReceiverSegment | None = None
         self._arriving: tuple[tuple[TensorSlot, ...], ArrivingOnGpu] | None = None
+        self._refused = ""
+        """The segment that the GPU had no room to verify."""
 
     def open(self, offer: Offer, fds: list[int]) -> StagedVersion:
         """Accept an offer. The caller closes ``fds``. Raises TransportError or ProtocolError; maps nothing then.
@@ -63,7 +65,7 @@ class HostFdReceiver:
         """What digests on the engine's GPU; None where it has none, or the GPU cannot read this memory as it should,
         which is said in one warning for each segment."""
         device = self._device()
-        if device is None or device.type != "cuda":
+        if device is None or device.type != "cuda" or self._refused == segment.nonce:
             return None
         if self._arriving is not None and self._arriving[0] == tensors:
             return self._arriving[1]
@@ -73,6 +75,7 @@ class HostFdReceiver:
         try:
             self._arriving = tensors, ArrivingOnGpu(device, segment.flat(), tensors)
         except torch.OutOfMemoryError as error:
+            self._refused = segment.nonce
             log.warning("weights are verified by the host's cores, which is slower: the GPU has no room: %s", error)
             return None
         return self._arriving[1]

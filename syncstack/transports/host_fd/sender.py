@@ -31,6 +31,9 @@ from syncstack.wire.messages import BucketReady, Offer, Staged, StageEnd
 PIECE_BYTES = 1 << 20
 """Copy and digest in pieces of this size: the digest finds its piece in the cache."""
 
+GPU_BUCKET_BYTES = 64 << 20
+"""Buckets of weights on a GPU, at least: with 16, 32 and 128 MiB an H200 takes 1.3, 1.15 and 1.02 times as long."""
+
 BUCKETS_AHEAD = 2
 """Buckets of a GPU that are on their way beside the one that is waited for."""
 
@@ -115,7 +118,8 @@ class HostFdSender:
         if example is None or example.device.type != "cuda":
             return self._reader.buckets(source, wanted, manifest, partial(_write, segment), stop)
         segment.pin(partial(DriverRegistrar, example.device.index))
-        return self._from_gpu(segment, self._reader.grouped(source, wanted, manifest, stop), wait_s)
+        groups = self._reader.grouped(source, wanted, manifest, stop, least_bytes=GPU_BUCKET_BYTES)
+        return self._from_gpu(segment, groups, wait_s)
 
     def _from_gpu(self, segment: SenderSegment, groups: Iterator[tuple[int, Run]], wait_s: float) -> Iterator[Bucket]:
         """A bucket is copied while the next is asked for."""
