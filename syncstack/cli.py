@@ -19,6 +19,7 @@ COMMANDS: Final = {
     "plan": "syncstack.plan.cli:plan",
     "probe": "syncstack.refit.probe:probe",
     "run": "syncstack.run.cli:run",
+    "bench": "syncstack.bench.cli:bench",
     "ports": "syncstack.wire.ports_cli:ports",
     "engine": "syncstack.engines.cli:app",
     "seccomp": "syncstack.seccomp.cli:app",
