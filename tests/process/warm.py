@@ -63,7 +63,7 @@ class Warm:
 
     def status(self, pid: int) -> int | None:
         """How a process ended, as ``subprocess`` has it; None while it runs."""
-        while pid not in self._ended and select.select([self._sock], [], [], 0)[0]:
+        while pid not in self._ended and readable(self._sock, 0):
             _, ended, status = self._receive()
             self._ended[ended] = status
         return self._ended.get(pid)
@@ -147,10 +147,17 @@ class WarmProcess:
                 file.close()
 
 
+def readable(sock: socket.socket, wait_s: float) -> bool:
+    """Whether something can be read within ``wait_s``. By poll: a process may have more than 1024 descriptors."""
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(wait_s * 1e3))
+
+
 def serve(sock: socket.socket) -> dict[str, object] | None:
     """Start what is asked for until the tests hang up: None. In a process that was started: its request."""
     while True:
-        ready = select.select([sock], [], [], LOOK_S)[0]
+        ready = readable(sock, LOOK_S)
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
