@@ -6,7 +6,7 @@ unpickle what comes through it is the thing that is measured. Nothing else ever 
 
 from __future__ import annotations
 
-import secrets
+from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from syncstack.transports.cuda.digests import by_host
 from syncstack.transports.endpoint import WorkerEndpoint
 from syncstack.weights.digest import digest
 from syncstack.weights.meta import ParamMeta
@@ -87,7 +88,7 @@ class Receiver:
 
     def digest(self) -> str:
         """Of the weights as they are."""
-        return digest("".join(digest(self._bytes(name).cpu().numpy().data) for name in sorted(self._own)).encode())
+        return digest_of(self._own)
 
     def _bytes(self, name: str) -> torch.Tensor:
         return self._own[name].view(-1).view(torch.uint8)
@@ -122,6 +123,6 @@ def _called(receiver: Receiver, name: str, arguments: tuple[Any, ...]) -> tuple[
         return None, f"{type(error).__name__}: {error}"
 
 
-def new_token() -> str:
-    """A token for one run."""
-    return secrets.token_hex(32)
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """One digest of all, by name."""
+    return digest("".join(by_host([tensors[name] for name in sorted(tensors)])()).encode())

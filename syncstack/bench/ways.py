@@ -21,13 +21,12 @@ from typing import Any, Self
 import torch
 import torch.multiprocessing
 
-from syncstack.bench.receiver import LINK_S, new_token, serve
+from syncstack.bench.receiver import LINK_S, digest_of, serve
 from syncstack.errors import DeadlineExceeded, LinkLost, TransportError
 from syncstack.settings import Settings
 from syncstack.threads import in_thread
 from syncstack.transports.order import await_done, mark
 from syncstack.transports.senders import make_sender
-from syncstack.weights.digest import digest
 from syncstack.weights.manifest import resolve
 from syncstack.weights.source import ModuleSource
 from syncstack.wire import tcp, unix
@@ -45,7 +44,7 @@ class Pair:
     def __init__(self, module: torch.nn.Module, device: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="syncstack-bench-")
         self.path = Path(self._folder.name)
-        self.token = new_token()
+        self.token = secrets.token_hex(32)
         self.module = module
         self.tensors = dict(ModuleSource(module))
         context = torch.multiprocessing.get_context("spawn")
@@ -65,8 +64,7 @@ class Pair:
 
     def digest(self) -> str:
         """What the receiver's must be."""
-        host = _host_bytes(self)
-        return digest("".join(digest(host[name].numpy().data) for name in sorted(host)).encode())
+        return digest_of(self.tensors)
 
     def ask(self, name: str, *arguments: Any, then: Any = None) -> Any:
         """Call a method of the receiver; ``then`` is what it reads from the pipe. Raises TransportError with what it
@@ -146,7 +144,7 @@ def _device(pair: Pair) -> str:
 
 def by_pickle(pair: Pair) -> Move:
     """Every value through the host and the pipe: what a driver does that has nothing better."""
-    return lambda: pair.ask("arrays", then={name: one.numpy() for name, one in _host_bytes(pair).items()})
+    return lambda: pair.ask("arrays", then={name: _bytes(one).cpu().numpy() for name, one in pair.tensors.items()})
 
 
 def by_torch(pair: Pair) -> Move:
@@ -164,7 +162,7 @@ def by_flat(pair: Pair) -> Move:
     """All tensors copied into one, and a handle for that."""
 
     def move() -> None:
-        flat = torch.cat([_bytes(tensor) for tensor in pair.tensors.values()])
+        flat = _flat(pair)
         _settle(pair)
         pair.ask("flat", then=flat)
 
@@ -182,7 +180,7 @@ def by_broadcast(pair: Pair) -> Move:
     joined.result(LINK_S)
 
     def move() -> None:
-        flat = torch.cat([_bytes(tensor).cpu() for tensor in pair.tensors.values()])
+        flat = _flat(pair).cpu()
         received = in_thread(lambda: pair.ask("broadcast"), "syncstack-broadcast")
         torch.distributed.broadcast(flat, src=0)
         received.result(LINK_S)
@@ -192,7 +190,7 @@ def by_broadcast(pair: Pair) -> Move:
 
 def by_copy(pair: Pair) -> Move:
     """One copy of every byte where it lies, in this process: the floor of what is handed over in place."""
-    source = torch.cat([_bytes(tensor) for tensor in pair.tensors.values()])
+    source = _flat(pair)
     target = torch.empty_like(source)
 
     def move() -> None:
@@ -204,10 +202,11 @@ def by_copy(pair: Pair) -> Move:
 
 def by_bus(pair: Pair) -> Move:
     """From the GPU into page-locked memory and back at the same time, each all bytes: the floor of what is staged."""
-    source = torch.cat([_bytes(tensor) for tensor in pair.tensors.values()])
+    source = _flat(pair)
     if source.device.type != "cuda":
         return by_copy(pair)
-    target, host = torch.empty_like(source), [torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)] * 2
+    target = torch.empty_like(source)
+    host = torch.empty(2, source.numel(), dtype=torch.uint8, pin_memory=True)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]  # type: ignore[no-untyped-call]
 
     def move() -> None:
@@ -223,8 +222,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _host_bytes(pair: Pair) -> dict[str, torch.Tensor]:
-    return {name: _bytes(tensor).cpu() for name, tensor in pair.tensors.items()}
+def _flat(pair: Pair) -> torch.Tensor:
+    return torch.cat([_bytes(tensor) for tensor in pair.tensors.values()])
 
 
 def _settle(pair: Pair) -> None:

@@ -8,21 +8,13 @@ digest needs the finished values anyway.
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 import torch
 
 from syncstack.errors import DeadlineExceeded
+from syncstack.events import Event, await_event
 
 POLL_S = 100e-6
-
-
-class Event(Protocol):
-    """What torch.cuda.Event is."""
-
-    def query(self) -> bool:
-        """Whether everything before it is done."""
-        ...
 
 
 def mark() -> Event | None:
@@ -37,12 +29,14 @@ def mark() -> Event | None:
 
 def await_done(event: Event | None, *, wait_s: float) -> None:
     """Block until it is done. Raises DeadlineExceeded after ``wait_s``."""
-    deadline = time.monotonic() + wait_s
-    while event is not None and not event.query():
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(
-                f"the GPU has not finished what the trainer asked of it before the refit within {wait_s:g} s",
-                consequence="Nothing was read from the weights",
-                next_step="look for a kernel or a collective that hangs on the trainer's current stream",
-            )
-        time.sleep(POLL_S)
+    if event is None:
+        return
+
+    def late() -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the GPU has not finished what the trainer asked of it before the refit within {wait_s:g} s",
+            consequence="Nothing was read from the weights",
+            next_step="look for a kernel or a collective that hangs on the trainer's current stream",
+        )
+
+    await_event(event, deadline=time.monotonic() + wait_s, late=late, poll_s=POLL_S)

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import time
 from collections.abc import Sequence
 
 import torch
 
 from syncstack.errors import DeadlineExceeded, UsageError
+from syncstack.events import await_event
 from syncstack.weights.digest import LEAF_BYTES, root
 
 UNROLL = 4
 """Blocks of a leaf in one step. On an H200 2, 4 and 8 are equally fast; 1 is slower, with few leaves by 40 %."""
-POLL_S = 20e-6
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -96,15 +95,15 @@ class PendingDigests:
     def wait(self, *, deadline: float) -> list[str]:
         """Return a digest for each tensor, in order, as 16 hex digits. Blocks, at most until ``deadline``, a time of
         time.monotonic(); raises DeadlineExceeded then."""
-        while not self._done.query():  # type: ignore[no-untyped-call]
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    "the GPU did not finish the digests in time",
-                    observed=f"{len(self._spans)} tensors, {sum(nbytes for _, nbytes in self._spans)} bytes",
-                    consequence="Nothing is known of what arrived",
-                )
-            time.sleep(POLL_S)
+        await_event(self._done, deadline=deadline, late=self._late)
         return roots(self._spans, self._hashes)
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            "the GPU did not finish the digests in time",
+            observed=f"{len(self._spans)} tensors, {sum(nbytes for _, nbytes in self._spans)} bytes",
+            consequence="Nothing is known of what arrived",
+        )
 
 
 class DeviceHasher:

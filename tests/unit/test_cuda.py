@@ -415,7 +415,7 @@ def test_three_hundred_chunks_go_in_batches_and_are_kept_only_where_there_is_roo
     room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's fake memory is 300 descriptors; a real one has none."""
-    monkeypatch.setattr(handover, "may_open", lambda count: room and count == 300)
+    monkeypatch.setattr(handover, "check_descriptors", lambda _, *, side: 300 if room else 299)
     with Pair() as pair:
         source = Weights(a=at(pair.gpu.expandable(300), 300 * CHUNK // 4))
         fds = num_fds()

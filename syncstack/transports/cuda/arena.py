@@ -12,6 +12,7 @@ import torch
 from syncstack.errors import GpuError, TransportError
 from syncstack.transports.cuda.driver import Driver, Kind
 from syncstack.transports.cuda.mapping import view_chunks
+from syncstack.weights.manifest import TensorSlot
 from syncstack.wire.messages import Segment
 
 BLOCK_BYTES = 128 << 20
@@ -33,14 +34,17 @@ class Arena:
         self._places: dict[str, torch.Tensor] = {}
         self._room: dict[str, torch.Tensor] = {}
 
-    def place(self, name: str, nbytes: int, device: str, *, total: int) -> torch.Tensor:
-        """uint8 [nbytes] for a value on a device; the same memory as long as the size is the same. ``total`` is the
-        most that may ever be asked for. Valid while it is referenced. Raises GpuError, or TransportError where the
-        device is full."""
-        place = self._places.get(name)
-        if place is None or place.nbytes != nbytes:
-            self._places.pop(name, None)
-            place = self._places[name] = self._cut(nbytes, device, total)
+    def place(self, slot: TensorSlot, dtype: torch.dtype, device: str, *, total: int) -> torch.Tensor:
+        """Where a slot's value on a device goes to, of the slot's shape; the same memory as long as the size is the
+        same. ``total`` is the most that may ever be asked for. Valid while it is referenced. Raises GpuError, or
+        TransportError where the device is full."""
+        place = self._places.get(slot.name)
+        if place is not None and place.dtype == dtype and place.shape == slot.shape:
+            return place
+        if place is None or place.nbytes != slot.nbytes:
+            self._places.pop(slot.name, None)
+            place = self._cut(slot.nbytes, device, total)
+        place = self._places[slot.name] = place.view(-1).view(dtype).view(slot.shape)
         return place
 
     def _cut(self, nbytes: int, device: str, total: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from syncstack.errors import ProtocolError, TransportError
 from syncstack.transports import pidfd
-from syncstack.transports.cuda.room import check_descriptors, may_open
+from syncstack.transports.cuda.room import check_descriptors
 from syncstack.transports.cuda.table import OwnSegment
 from syncstack.transports.host_fd.handover import FdWay
 from syncstack.wire.link import Link, close_fds
@@ -59,8 +59,7 @@ class Given:
             every += len(segment.chunks)
             once = max(once, min(len(segment.chunks), BATCH))
             fetched += len(segment.chunks) if any(self._ways[link] == "pidfd" for link in links) else 0
-        check_descriptors(max(once, fetched), side="trainer")
-        self._keeps = may_open(every)
+        self._keeps = every <= check_descriptors(max(once, fetched), side="trainer")
 
     def give(self, segment: OwnSegment, links: Sequence[Link]) -> None:
         """Hand one segment's memory to each of ``links``. Raises GpuError, LinkLost or DeadlineExceeded."""

@@ -12,17 +12,13 @@ SPARE = 16
 """Descriptors that other threads may want meanwhile."""
 
 
-def may_open(count: int) -> bool:
-    """Whether ``count`` more descriptors can be open at once."""
-    soft, opened = _limit()
-    return soft == resource.RLIM_INFINITY or opened + count + SPARE <= soft
-
-
-def check_descriptors(count: int, *, side: Literal["trainer", "engine"]) -> None:
-    """Raise TransportError unless ``count`` more descriptors can be open at once."""
-    if may_open(count):
-        return
-    soft, opened = _limit()
+def check_descriptors(count: int, *, side: Literal["trainer", "engine"]) -> float:
+    """Return how many more descriptors can be open at once; raise TransportError unless that is ``count`` at least."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    room = float("inf") if soft == resource.RLIM_INFINITY else soft - opened - SPARE
+    if count <= room:
+        return room
     raise TransportError(
         f"the {side} may not open enough descriptors for the GPU memory that holds the weights",
         observed=f"RLIMIT_NOFILE {soft}, {opened} open",
@@ -30,8 +26,3 @@ def check_descriptors(count: int, *, side: Literal["trainer", "engine"]) -> None
         consequence="Nothing was sent" if side == "trainer" else "Nothing was mapped",
         next_step=f"raise the limit of the {side}'s container (compose: ulimits: {{nofile: 16384}})",
     )
-
-
-def _limit() -> tuple[int, int]:
-    """How many descriptors this process may have open, and has."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0], sum(1 for _ in Path("/proc/self/fd").iterdir())

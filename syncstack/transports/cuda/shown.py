@@ -28,7 +28,6 @@ class Shown:
         self._lying: dict[int, bool] = {}
         self._lay: dict[int, bool] = {}
         """Whether what lies at an address can be shown, and what was known of the version before."""
-        self._places: dict[str, torch.Tensor] = {}
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._pending_bytes = 0
         self._copied = set[str]()
@@ -52,10 +51,7 @@ class Shown:
             return value.detach()
         device = self._driver.device_of(value) if held else self._home
         self._copied.add(device)
-        place = self._places.get(slot.name)
-        if place is None or place.dtype != dtype or place.shape != slot.shape:
-            room = self._arena.place(slot.name, slot.nbytes, device, total=total)
-            place = self._places[slot.name] = room.view(dtype).view(slot.shape)
+        place = self._arena.place(slot, dtype, device, total=total)
         if lies:
             self._pending.append((place, value.detach()))
             self._pending_bytes += slot.nbytes
@@ -104,5 +100,4 @@ class Shown:
         """Forget everything; the memory of copies goes with the last tensor of it."""
         self._drop_pending()
         self._lying, self._lay = {}, {}
-        self._places.clear()
         self._arena.clear()

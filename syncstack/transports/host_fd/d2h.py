@@ -6,17 +6,15 @@ are made beside them, at the speed of the GPU's memory. Of several GPUs each has
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from syncstack.errors import DeadlineExceeded
+from syncstack.events import await_event
 from syncstack.transports.values import check_shape
 from syncstack.weights.digest_gpu import DeviceHasher, PendingDigests
 from syncstack.weights.manifest import TensorSlot
-
-POLL_S = 50e-6
 
 Values = Sequence[tuple[TensorSlot, torch.Tensor]]
 Write = Callable[[TensorSlot, torch.Tensor], str]
@@ -66,16 +64,16 @@ class LeavingBucket:
         """Every slot with its digest, once all bytes are there. Raises DeadlineExceeded."""
         for numbers, digests, done in self._pending:
             self._digests |= dict(zip(numbers, digests.wait(deadline=deadline), strict=True))
-            while not done.query():  # type: ignore[no-untyped-call]
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(
-                        "the GPU did not copy a bucket of weights into host memory in time",
-                        observed=f"{sum(slot.nbytes for slot in self._slots)} bytes",
-                        consequence="The version was given up",
-                    )
-                time.sleep(POLL_S)
+            await_event(done, deadline=deadline, late=self._late)
         self._held.clear()
         return [(slot, self._digests[number]) for number, slot in enumerate(self._slots)]
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            "the GPU did not copy a bucket of weights into host memory in time",
+            observed=f"{sum(slot.nbytes for slot in self._slots)} bytes",
+            consequence="The version was given up",
+        )
 
 
 class LeavingGpu:

@@ -7,7 +7,6 @@ few of them to spare; what was announced is on its way to the device while the t
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from syncstack.errors import DeadlineExceeded, LinkLost
+from syncstack.events import await_event
 from syncstack.weights.digest import LEAF_BYTES
 from syncstack.weights.digest_gpu import Spans, constants, launch, leaf_table, roots
 from syncstack.weights.manifest import TensorSlot
@@ -24,8 +24,6 @@ PIECE_BYTES = 16 << 20
 
 RING = 4
 """Parts: one is filled while another is read, and two are in between."""
-
-POLL_S = 50e-6
 
 
 @dataclass(frozen=True)
@@ -135,17 +133,17 @@ class ArrivingOnGpu:
             self._found.copy_(self._hashes, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        while not done.query():  # type: ignore[no-untyped-call]
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    "the engine's GPU did not read the weights in time",
-                    observed=f"{len(self._pieces)} pieces of at most {PIECE_BYTES} bytes",
-                    consequence="Nothing is known of what arrived",
-                )
-            time.sleep(POLL_S)
+        await_event(done, deadline=deadline, late=self._late)
         by_place = dict(zip(self._distinct, roots(tuple(self._distinct), self._found), strict=True))
         empty = roots(((0, 0),), self._found)[0]
         return [by_place[slot.offset, slot.nbytes] if slot.nbytes else empty for slot in self._slots]
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            "the engine's GPU did not read the weights in time",
+            observed=f"{len(self._pieces)} pieces of at most {PIECE_BYTES} bytes",
+            consequence="Nothing is known of what arrived",
+        )
 
     def close(self) -> None:
         """Block until the device reads the host's memory no more; it may be unmapped then."""

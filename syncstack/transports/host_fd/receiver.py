@@ -112,12 +112,15 @@ class VersionByGpu(StagedVersion):
         """See StagedVersion."""
         if len(self._expected) == len(self.tensors):
             begin = time.perf_counter()
-            self.compare(self.tensors, self._arriving.finish(deadline=time.monotonic() + WAIT_S), self._expected)
+            self.compare(self.tensors, self._finished(), self._expected)
             self._digest_s += time.perf_counter() - begin
         return super().finish_staging()
 
     def _digested(self, slots: Sequence[TensorSlot]) -> Iterable[str]:
         """See StagedVersion. Of all, which is what is asked for after a load."""
+        assert slots is self.offer.tensors
         self._arriving.begin()
-        found = dict(zip(self.tensors, self._arriving.finish(deadline=time.monotonic() + WAIT_S), strict=True))
-        return [found[slot] for slot in slots]
+        return self._finished()
+
+    def _finished(self) -> list[str]:
+        return self._arriving.finish(deadline=time.monotonic() + WAIT_S)

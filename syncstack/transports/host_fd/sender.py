@@ -124,13 +124,18 @@ class HostFdSender:
     def _from_gpu(self, segment: SenderSegment, groups: Iterator[tuple[int, Run]], wait_s: float) -> Iterator[Bucket]:
         """A bucket is copied while the next is asked for."""
         leaving: deque[tuple[int, LeavingBucket]] = deque()
+
+        def left() -> Bucket:
+            first, bucket = leaving.popleft()
+            return first, bucket.wait(deadline=time.monotonic() + wait_s)
+
         try:
             for first, values in groups:
                 leaving.append((first, self._gpu.start(values, partial(_place, segment), partial(_write, segment))))
                 if len(leaving) > BUCKETS_AHEAD:
-                    yield leaving[0][0], leaving.popleft()[1].wait(deadline=time.monotonic() + wait_s)
+                    yield left()
             while leaving:
-                yield leaving[0][0], leaving.popleft()[1].wait(deadline=time.monotonic() + wait_s)
+                yield left()
         finally:
             self._gpu.settle()
 
