@@ -128,7 +128,7 @@ def test_it_works_under_permissive_as_nobody_without_a_capability(
     engine = start_engine(model=copy, env=pod.listening(), wrap=[*pod.wrap, *filtered])
     trainer = start_trainer(copy, "2", address=address_of(engine), env=pod.env(), wrap=[*pod.wrap, *filtered])
     for pid in (engine.process.pid, trainer.pid):
-        status = await_status(pid, "Uid:\t65534")
+        status = await_status(pid, "Uid:\t65534", f"CapEff:\t{'0' * 16}")
         assert re.findall(r"Cap(?:Inh|Prm|Eff|Bnd|Amb):\t(\w+)", status) == ["0" * 16] * 5
         assert "NoNewPrivs:\t1" in status
         assert "Seccomp:\t2" in status
@@ -136,9 +136,10 @@ def test_it_works_under_permissive_as_nobody_without_a_capability(
     assert_refits(trainer, engine, (1, 2))
 
 
-def await_status(pid: int, line: str) -> str:
+def await_status(pid: int, *lines: str) -> str:
+    """The process's status once it shows all `lines`: setpriv changes the user first and the capabilities after it."""
     deadline = time.monotonic() + 20
-    while line not in (status := Path(f"/proc/{pid}/status").read_text()):
+    while not all(line in (status := Path(f"/proc/{pid}/status").read_text()) for line in lines):
         assert time.monotonic() < deadline, status
         time.sleep(0.05)
     return status
