@@ -53,6 +53,9 @@ class Settings(BaseSettings):
     min_engines: int = Field(default=0, ge=0)
     """Engines that must be left for a refit to go on without one that fails; 0: all are needed. One that was left
     behind is taken in again by the first refit after it answers."""
+    keep_version: bool = False
+    """A trainer's side: keep a copy of the last version in host memory, and bring an engine that comes back to it at
+    once instead of in the next refit. Costs the memory of one version, and copying it each time."""
     wait_for_refit: bool = False
     """An engine's side: refuse requests until the first refit. A restarted engine has the weights of its model folder,
     which are older than what the others serve."""

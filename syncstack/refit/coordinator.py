@@ -17,7 +17,6 @@ from typing import Self
 
 from syncstack.collector import full_collection_put_off
 from syncstack.errors import (
-    DeadlineExceeded,
     EngineUnreachable,
     GroupLost,
     PlanError,
@@ -28,6 +27,7 @@ from syncstack.errors import (
 )
 from syncstack.facts import Hello
 from syncstack.refit.client import EngineClient
+from syncstack.refit.kept import KeptVersion
 from syncstack.refit.members import Members
 from syncstack.refit.messages import StepRequest
 from syncstack.refit.metrics import metrics
@@ -35,6 +35,7 @@ from syncstack.refit.pace import expected
 from syncstack.refit.progress import Progress
 from syncstack.refit.ranks import Alone, End, reply_of
 from syncstack.refit.report import RefitReport
+from syncstack.refit.resync import Resync
 from syncstack.refit.staging import Staging
 from syncstack.refit.target import Target
 from syncstack.refit.watch import watched
@@ -48,9 +49,6 @@ log = logging.getLogger(__name__)
 
 STEP_SLACK_S = 5.0
 """What a step may take beyond its deadline, until an engine that cannot keep it was cut off."""
-
-ABORT_S = 5.0
-"""How long a failed refit waits for the engine to say in which state it ended."""
 
 
 class Coordinator:
@@ -75,7 +73,9 @@ class Coordinator:
         if self._ranks.rank:
             raise UsageError("a coordinator belongs to rank 0", next_step="make a Follower on the other ranks")
         self._settings = settings
-        self._members = Members(engines, settings)
+        self._kept = KeptVersion() if settings.keep_version else None
+        resync = None if self._kept is None else Resync(self._kept, settings, _alone)
+        self._members = Members(engines, settings, resync=resync, told=self._told)
         self._staging = Staging(source, self._members, settings, self._ranks)
 
     @property
@@ -86,6 +86,26 @@ class Coordinator:
     def left_behind(self) -> dict[str, str]:
         """Engines that do not have the last version, by name, and why."""
         return self._members.away
+
+    @property
+    def current(self) -> list[str]:
+        """Names of the engines that serve the last version now. From any thread."""
+        return self._members.current
+
+    def join(self, engine: EngineClient) -> None:
+        """Take another engine in while training goes on; the coordinator closes it. From any thread, at once.
+
+        With ``settings.keep_version`` it is brought to the last version right away, by a way that needs no other
+        engine; the next refit takes it in, in any case.
+        """
+        self._members.join(engine)
+
+    def part(self, name: str) -> None:
+        """Go on without the engine of this name from the next refit on. From any thread, at once."""
+        self._members.part(name)
+
+    def _told(self, number: int) -> None:
+        metrics().engines.set(number)
 
     @property
     def hello(self) -> Hello:
@@ -118,7 +138,8 @@ class Coordinator:
             refit = Progress(version)
             tried += 1
             try:
-                self._run(refit)
+                with self._staging.keeping(self._kept, version):
+                    self._run(refit)
                 break
             except BaseException as error:
                 failure = self._failed(refit, error, tried)
@@ -129,6 +150,7 @@ class Coordinator:
         reports = [self._report(refit, target) for target in self._targets]
         for report in reports:
             metrics().count(report)
+        self._members.published(version)
         return reports
 
     def _failed(self, refit: Progress, error: BaseException, tried: int) -> BaseException | None:
@@ -220,7 +242,8 @@ class Coordinator:
         states = []
         for target in self._targets:
             if target.lease is not None:
-                state = "unreachable" if target.gone else self._abort(target, refit, error)
+                why = f"{type(error).__name__} in {refit.phase}: {error}"
+                state = "unreachable" if target.gone else target.abort(refit.session, why)
                 states.append(state if len(self._targets) == 1 else f"{target.client.name} {state}")
                 target.end_lease()
         if refit.staging:
@@ -229,21 +252,6 @@ class Coordinator:
             for target in self._targets:
                 target.drop_links()
         return ", ".join(states) or "unchanged"
-
-    def _abort(self, target: Target, refit: Progress, error: BaseException) -> str:
-        request = StepRequest(session=refit.session, reason=f"{type(error).__name__} in {refit.phase}: {error}"[:2000])
-        try:
-            target.client.reset()
-            state = target.client.step("abort", request, deadline_s=ABORT_S).state
-        except (EngineUnreachable, DeadlineExceeded):
-            return "unreachable"
-        except SyncstackError:
-            # The session had ended already; the engine knows how.
-            try:
-                state = target.client.state()
-            except SyncstackError:
-                return "unreachable"
-        return f"{state.step} (version {state.version})"
 
     def _report(self, refit: Progress, target: Target) -> RefitReport:
         assert refit.stage is not None
@@ -279,3 +287,15 @@ class Coordinator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _OneEngine(Coordinator):
+    """Brings one engine to a version beside another coordinator, which says how many engines there are."""
+
+    def _told(self, number: int) -> None:
+        """See Coordinator."""
+
+
+def _alone(kept: KeptVersion, engine: EngineClient, settings: Settings, version: int) -> None:
+    with _OneEngine(source=kept, engines=[engine], settings=settings) as coordinator:
+        coordinator.refit(version)

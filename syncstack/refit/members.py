@@ -1,18 +1,20 @@
-"""The engines of a coordinator: those that take part in its refits, and those that had to be left behind.
+"""The engines of a coordinator: those that take part in its refits, and those that do not yet, or not any more.
 
 An engine that fails is left behind while at least ``least`` others go on. Somebody knocks at its door between two
 refits, so that no refit waits for it; once it answers, the next refit takes it in and brings it to the version of all.
+With a kept version (see ``kept.py``) it is brought to that one as soon as it answers, and serves it until then. An
+engine that joins comes in by the same door.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from syncstack.errors import DeadlineExceeded, EngineError, EngineNotReady, LinkError, SyncstackError, UsageError
 from syncstack.refit.client import EngineClient
-from syncstack.refit.metrics import metrics
 from syncstack.refit.target import Target
 from syncstack.settings import Settings
 from syncstack.threads import in_thread
@@ -22,71 +24,163 @@ log = logging.getLogger(__name__)
 SPARE_S = 3.0
 """How long an engine is waited for whose link has ended, where the others can go on without it."""
 
+KNOCK_S = 0.5
+"""Between two knocks at a door that is not merely closed."""
+
+RESYNCS = 3
+"""How often an engine that answers is tried to be brought to the last version, before it is left to the next refit."""
+
 
 class Members:
-    """Used from the coordinator's thread only."""
+    """Used from the coordinator's thread only, but for ``join``, ``part`` and ``current``."""
 
-    def __init__(self, clients: Sequence[EngineClient], settings: Settings) -> None:
-        """Raises UsageError for no client, and for fewer than ``settings.min_engines``."""
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        settings: Settings,
+        *,
+        told: Callable[[int], None],
+        resync: Callable[[str], int | None] | None = None,
+    ) -> None:
+        """``resync`` brings the engine at an address to the last version and returns that, None where there is none;
+        it is called from other threads. ``told`` hears how many take part. Raises UsageError for no client, and for
+        fewer than ``settings.min_engines``.
+        """
         if not clients:
             raise UsageError("a coordinator needs at least one engine", next_step="give --engine")
-        self._least = settings.min_engines or len(clients)
-        if self._least > len(clients):
+        self._min_engines = settings.min_engines
+        if self._min_engines > len(clients):
             raise UsageError(
                 "more engines are needed than there are",
                 observed=f"{len(clients)} engines",
-                expected=f"SYNCSTACK_MIN_ENGINES = {self._least} or more",
+                expected=f"SYNCSTACK_MIN_ENGINES = {self._min_engines} or more",
                 next_step="lower SYNCSTACK_MIN_ENGINES, or give more --engine",
             )
         self._all = [Target(client) for client in clients]
         self._knock_s = settings.link_s
         self._away: dict[Target, str] = {}
-        metrics().engines.set(len(self._all))
+        self._lock = threading.Lock()
+        """For ``_all`` and ``_away``, while another thread than the coordinator's looks or lets somebody join."""
+        self._parting: set[str] = set()
+        self._closed = threading.Event()
+        self._resync = resync
+        self._published: int | None = None
+        self._told = told
+        told(len(self._all))
 
     @property
     def live(self) -> list[Target]:
         """Those that take part, in the order in which they were given."""
-        return [target for target in self._all if target not in self._away]
+        with self._lock:
+            return [target for target in self._all if target not in self._away]
 
     @property
     def away(self) -> dict[str, str]:
-        """Why each of the others does not, by name."""
-        return {target.client.name: reason for target, reason in self._away.items()}
+        """Why each of the others does not, by name; without those that were brought to the last version since."""
+        with self._lock:
+            return {target.client.name: why for target, why in self._away.items() if not self._has_last(target)}
+
+    @property
+    def current(self) -> list[str]:
+        """The names of those that serve the last version that was published; of none before the first."""
+        if self._published is None:
+            return []
+        with self._lock:
+            return [each.client.name for each in self._all if each not in self._away or self._has_last(each)]
+
+    def _has_last(self, target: Target) -> bool:
+        return target.synced is not None and target.synced == self._published
 
     def may_leave(self, gone: Sequence[Target]) -> bool:
         """Whether there are some in ``gone``, and enough others."""
-        return bool(gone) and len(self.live) - len(gone) >= self._least
+        return bool(gone) and len(self.live) - len(gone) >= (self._min_engines or len(self._all))
 
     def leave(self, failed: Mapping[Target, SyncstackError], where: str) -> None:
         """Go on without some. ``where`` says when that was."""
         for target, error in failed.items():
             target.end_lease()
             target.drop_links()
-            self._away[target] = str(error)
+            target.synced = None
+            with self._lock:
+                self._away[target] = str(error)
             if target.away_since is None:
                 target.away_since = time.monotonic()
                 log.warning("%s was left behind in %s: %s", target.client.name, where, error)
             self._knock(target)
-        metrics().engines.set(len(self.live))
+        self._told(len(self.live))
+
+    def join(self, client: EngineClient) -> None:
+        """Take another engine in. Its first version is the kept one, at once, or else that of the next refit."""
+        target = Target(client)
+        with self._lock:
+            self._away[target] = "it has joined, and has no version yet"
+            self._all.append(target)
+        self._knock(target)
+
+    def part(self, name: str) -> None:
+        """Go on without the engine of this name from the next refit on; nobody knocks at its door any more."""
+        with self._lock:
+            self._parting.add(name)
+
+    def _part(self) -> None:
+        with self._lock:
+            parting = [each for each in self._all if each.client.name in self._parting]
+            self._parting.clear()
+            for target in parting:
+                self._all.remove(target)
+                self._away.pop(target, None)
+        for target in parting:
+            target.drop_links()
+            target.client.close()
 
     def welcome(self) -> None:
-        """Take back whoever has answered since the last look; does not wait for anybody."""
+        """Take in whoever has joined, or has answered again since the last look; does not wait for anybody. Raises
+        UsageError where nobody is left."""
+        self._part()
+        if not self._all:
+            raise UsageError("all engines of this coordinator were taken away", next_step="let one join it")
         for target in list(self._away):
-            assert target.knock is not None
-            if not target.knock.done():
-                continue
-            error = target.knock.exception()
-            if error is None:
+            if target.knock is None or not target.knock.done():
+                continue  # nobody has knocked where it is just joining
+            target.knock.result()
+            with self._lock:
                 del self._away[target]
-            else:
-                self._away[target] = str(error)
-                self._knock(target)
-        metrics().engines.set(len(self.live))
+        self._told(len(self.live))
 
     def _knock(self, target: Target) -> None:
-        """Nobody else uses its client until that has ended."""
-        client = target.client
-        target.knock = in_thread(lambda: client.renew(wait_s=self._knock_s), "syncstack-knock")
+        """Nobody else uses its client until that has ended, which it does once the next refit may take it in."""
+
+        def knock() -> None:
+            tries = 0
+            while not self._closed.is_set() and target in self._all:
+                try:
+                    target.client.renew(wait_s=self._knock_s)
+                    tries += 1
+                    self._bring(target)
+                    return
+                except Exception as error:  # noqa: BLE001 - whatever it is, somebody has to hear of it
+                    if tries >= RESYNCS or not isinstance(error, SyncstackError):
+                        log.warning("%s was not brought to the last version: %r", target.client.name, error)
+                        return
+                    with self._lock:
+                        if target in self._away:
+                            self._away[target] = str(error)
+                self._closed.wait(KNOCK_S)
+
+        target.knock = in_thread(knock, "syncstack-knock")
+
+    def _bring(self, target: Target) -> None:
+        version = None if self._resync is None else self._resync(target.client.address)
+        if version is not None:
+            self.served(target, version)
+            target.synced = version
+
+    def published(self, version: int) -> None:
+        """All that take part serve ``version``. Who was brought to the one before meanwhile is brought to this one."""
+        self._published = version
+        for target in list(self._away):
+            if target.synced is not None and target.knock is not None and target.knock.done():
+                self._knock(target)
 
     def renew_lost(self) -> None:
         """Ask every engine without a living link anew who it is. Raises what ``EngineClient.renew`` does, where the
@@ -114,6 +208,7 @@ class Members:
 
     def close(self) -> None:
         """Close every link and connection; a knock that goes on finds the door closed."""
+        self._closed.set()
         for target in self._all:
             target.drop_links()
             target.client.close()

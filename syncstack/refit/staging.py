@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from syncstack.errors import PathTooSlow, RankLost, UsageError
 from syncstack.facts import Hello
 from syncstack.facts.cgroup import throttled_s
 from syncstack.refit.agreement import Agreement
+from syncstack.refit.kept import KeptVersion
 from syncstack.refit.members import Members
 from syncstack.refit.pace import ClockedSource, Stage, why_slow
 from syncstack.refit.progress import Progress
@@ -70,6 +71,19 @@ class Staging:
         """What the transport did in its trial on the links of the last version."""
         assert self._agreement.rate is not None
         return self._agreement.rate
+
+    @contextlib.contextmanager
+    def keeping(self, kept: KeptVersion | None, version: int) -> Iterator[None]:
+        """What is staged in the block is kept as ``version``, where somebody keeps versions."""
+        if kept is None:
+            yield
+            return
+        with kept.keeping(self._source, version) as source:
+            before, self._source = self._source, source
+            try:
+                yield
+            finally:
+                self._source = before
 
     def agree(self) -> tuple[Wanted, ...]:
         """Make sure that every engine is the one we know, and all links have a transport; plan anew if one is not."""

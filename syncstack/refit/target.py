@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from syncstack.errors import DeadlineExceeded, EngineUnreachable, SyncstackError
 from syncstack.plan import Choice
 from syncstack.refit.client import EngineClient, Lease
+from syncstack.refit.messages import StepRequest
 from syncstack.wire.link import Link
+
+ABORT_S = 5.0
+"""How long a failed refit waits for the engine to say in which state it ended."""
 
 
 class Target:
@@ -24,6 +29,8 @@ class Target:
         """Whether a call that waited for it was cut off, because its process had gone."""
         self.away_since: float | None = None
         """On the monotonic clock: when it was left behind, if it has not served a version since."""
+        self.synced: int | None = None
+        """The version that it was brought to between two refits, since it was left behind."""
         self.knock: Future[None] | None = None
         """The last look whether it answers again."""
 
@@ -43,6 +50,22 @@ class Target:
         self.choices = list(choices)
         if not self.links:
             self.links = self.client.open_links(rank, self.choices)
+
+    def abort(self, session: str, reason: str) -> str:
+        """End a session that failed; returns the engine's state after it, or "unreachable". Blocks for ABORT_S."""
+        request = StepRequest(session=session, reason=reason[:2000])
+        try:
+            self.client.reset()
+            state = self.client.step("abort", request, deadline_s=ABORT_S).state
+        except (EngineUnreachable, DeadlineExceeded):
+            return "unreachable"
+        except SyncstackError:
+            # The session had ended already; the engine knows how.
+            try:
+                state = self.client.state()
+            except SyncstackError:
+                return "unreachable"
+        return f"{state.step} (version {state.version})"
 
     def end_lease(self) -> None:
         """Hang up on the session's lease, if there is one."""

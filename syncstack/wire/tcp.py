@@ -173,8 +173,12 @@ def address_of(sock: socket.socket) -> Address:
 
 
 def peer_of(sock: socket.socket) -> Address:
-    """The address of whom the socket is connected to."""
-    host, port, *_ = sock.getpeername()
+    """The address of whom the socket is connected to. Raises EngineUnreachable where that one has hung up already: a
+    process that was killed still takes connections for a moment."""
+    try:
+        host, port, *_ = sock.getpeername()
+    except OSError as error:
+        raise EngineUnreachable("the engine hung up at once", observed=error.strerror) from None
     return Address(host, port)
 
 

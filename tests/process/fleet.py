@@ -103,7 +103,9 @@ class Member:
 class Fleet:
     """Whoever a test made fail is back before the next test."""
 
-    def __init__(self, folder: Path, model: Path, warm: Warm) -> None:
+    def __init__(self, folder: Path, model: Path, warm: Warm, **env: str) -> None:
+        """``env``: more of the trainer's environment."""
+        self._env = env
         self._folder, self._model, self._warm = folder, model, warm
         self.members = {name: Member(folder, model, warm, name) for name in ("engine-0", "engine-1")}
         self.usable = True
@@ -116,7 +118,13 @@ class Fleet:
     def start_trainer(self) -> None:
         self.log = (self._folder / "trainer.log").open("ab")
         argv = [str(self.version), str(self._model), *(member.address for member in self.members.values())]
-        env = {**environment(self._folder), **DEADLINES, "SYNCSTACK_TOKEN": TOKEN, "SYNCSTACK_MIN_ENGINES": "1"}
+        env = {
+            **environment(self._folder),
+            **DEADLINES,
+            "SYNCSTACK_TOKEN": TOKEN,
+            "SYNCSTACK_MIN_ENGINES": "1",
+            **self._env,
+        }
         self.trainer = WarmProcess(
             self._warm,
             REPO / "tests/process/fleet_trainer.py",
@@ -135,6 +143,17 @@ class Fleet:
         for line in trainer.stdout:
             lines.put(line)
         lines.put("")
+
+    def add(self, name: str) -> Member:
+        """Another engine, which the trainer does not know yet."""
+        self.members[name] = Member(self._folder, self._model, self._warm, name)
+        return self.members[name]
+
+    def tell(self, line: str) -> dict[str, Any]:
+        """One of the trainer's other lines, and its answer."""
+        self.trainer.stdin.write(line + "\n")
+        self.trainer.stdin.flush()
+        return self.answer()
 
     def go(self) -> None:
         """Begin the next refit."""

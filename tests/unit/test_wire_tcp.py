@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -131,6 +132,19 @@ def test_both_families_meet_with_every_option_on_both_ends(host: str) -> None:
                 for sock in (near, far):
                     found = [sock.getsockopt(level, option) for level, option, _ in tcp.OPTIONS]
                     assert found == [value for _, _, value in tcp.OPTIONS]
+
+
+def test_a_peer_that_has_hung_up_already_is_an_unreachable_engine(host: str) -> None:
+    """A process that was killed still takes connections for a moment."""
+    with (
+        tcp.listen(Address(host, 0)) as listener,
+        tcp.connect(tcp.address_of(listener), deadline=time.monotonic() + 5) as near,
+    ):
+        far, _ = listener.accept()
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        far.close()
+        with pytest.raises(EngineUnreachable, match="hung up at once"):
+            tcp.peer_of(near)
 
 
 def test_the_ipv6_wildcard_takes_ipv4_too() -> None:
