@@ -25,7 +25,8 @@
     |   |-- EngineUnreachable      no answer within the deadline, or the connection ended
     |   |-- EngineBusy             another version's session is open
     |   |-- EngineDirty            weights may be mixed; the engine refuses to serve
-    |   `-- LoadFailed             the engine's own loader failed
+    |   |-- LoadFailed             the engine's own loader failed
+    |   `-- FleetTooSmall          fewer engines live than are needed, and nothing will change that in time
     |-- RankLost                   another rank of the same trainer has gone
     |-- RefitFailed                a refit ended without its version; names the phase and the state left behind
     `-- DeadlineExceeded           a bounded wait ran out
@@ -171,6 +172,10 @@ class EngineDirty(EngineError):
 
 class LoadFailed(EngineError):
     """The engine's own loader failed."""
+
+
+class FleetTooSmall(EngineError):
+    """Fewer engines live than are needed, and nothing will change that in time. Names each with its state."""
 
 
 class RankLost(SyncstackError):

@@ -24,7 +24,7 @@ from syncstack.transports import SPOKEN
 from syncstack.transports.cuda.placement import placement
 from syncstack.transports.endpoint import WorkerEndpoint
 from syncstack.transports.staged import JointVersion, StagedVersion
-from syncstack.weights.manifest import MAX_LISTED, fingerprint
+from syncstack.weights.manifest import MAX_LISTED, content_digest, fingerprint
 
 
 class Loader(Protocol):
@@ -156,7 +156,7 @@ class EngineWorker:
                 next_step="this model's loader drops names; report it with the model's architecture",
             )
         self._endpoint.drop(session)  # nothing reads it any more
-        return {"tensors": len(version.tensors)}
+        return {"tensors": len(version.tensors), "manifest": content_digest(version.verified())}
 
     def close(self) -> None:
         """Close the data sockets and every link."""

@@ -179,7 +179,11 @@ class Control:
     async def _step_verify(self, request: StepRequest) -> list[dict[str, Any]]:
         self.state.check_next(Step.VERIFIED, request.session)
         replies = await self._on_workers("verify", request)
-        self.state.advance(Step.VERIFIED, request.session)
+        found = {str(reply.get("manifest", "")) for reply in replies}
+        if len(found) > 1:
+            await self._abort("its workers verified different weights")
+            raise LoadFailed("the workers of one engine verified different weights", observed=", ".join(sorted(found)))
+        self.state.verified(next(iter(found), ""), request.session)
         return replies
 
     async def _on_workers(self, op: str, request: StepRequest) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from typing import Self
 
 from syncstack.collector import full_collection_put_off
 from syncstack.errors import (
+    DigestMismatch,
     EngineUnreachable,
     GroupLost,
     PlanError,
@@ -99,6 +100,11 @@ class Coordinator:
         engine; the next refit takes it in, in any case.
         """
         self._members.join(engine)
+
+    def lost(self, name: str, why: str) -> None:
+        """The engine of this name has ended, and will answer at the same address again: knock, and bring it to the last
+        version as ``join`` does. Whoever starts it again calls this, and not while a refit is on."""
+        self._members.lost(name, why)
 
     def part(self, name: str) -> None:
         """Go on without the engine of this name from the next refit on. From any thread, at once."""
@@ -211,12 +217,17 @@ class Coordinator:
 
         def one(target: Target) -> None:
             # The engine keeps the deadline itself; ours only catches an engine that cannot.
-            watched(lambda: target.client.step(name, request, deadline_s=deadline_s + 2.0), [target])
+            reply = watched(lambda: target.client.step(name, request, deadline_s=deadline_s + 2.0), [target])
+            target.manifest = str(next(iter(reply.workers), {}).get("manifest", target.manifest))
 
         with refit.timed(name):
             steps = {target: in_thread(partial(one, target), "syncstack-step") for target in self._targets}
             concurrent.futures.wait(steps.values())
             self._ended(refit, steps)
+        if name == "verify" and len(found := {target.manifest for target in self._targets}) > 1:
+            raise DigestMismatch(
+                "the engines of one refit verified different weights", observed=", ".join(sorted(found))
+            )
         if name == "resume":
             for target in self._targets:
                 target.end_lease()  # it ends by itself now, and its end is no death

@@ -8,12 +8,21 @@ engine that joins comes in by the same door.
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from syncstack.errors import DeadlineExceeded, EngineError, EngineNotReady, LinkError, SyncstackError, UsageError
+from syncstack.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineNotReady,
+    EngineUnreachable,
+    LinkError,
+    SyncstackError,
+    UsageError,
+)
 from syncstack.refit.client import EngineClient
 from syncstack.refit.target import Target
 from syncstack.settings import Settings
@@ -58,10 +67,11 @@ class Members:
             )
         self._all = [Target(client) for client in clients]
         self._knock_s = settings.link_s
+        self._ready_s = settings.engine_ready_s
         self._away: dict[Target, str] = {}
         self._lock = threading.Lock()
         """For ``_all`` and ``_away``, while another thread than the coordinator's looks or lets somebody join."""
-        self._parting: set[str] = set()
+        self._parting: set[Target] = set()
         self._closed = threading.Event()
         self._resync = resync
         self._published: int | None = None
@@ -86,14 +96,21 @@ class Members:
         if self._published is None:
             return []
         with self._lock:
-            return [each.client.name for each in self._all if each not in self._away or self._has_last(each)]
+            there = [each for each in self._all if each not in self._parting]
+            return [each.client.name for each in there if each not in self._away or self._has_last(each)]
 
     def _has_last(self, target: Target) -> bool:
         return target.synced is not None and target.synced == self._published
 
     def may_leave(self, gone: Sequence[Target]) -> bool:
         """Whether there are some in ``gone``, and enough others."""
-        return bool(gone) and len(self.live) - len(gone) >= (self._min_engines or len(self._all))
+        return bool(gone) and len(self.live) - len(gone) >= self._needed
+
+    @property
+    def _needed(self) -> int:
+        """How many must take part: without a setting all but those that have never done so."""
+        live = self.live
+        return self._min_engines or sum(each in live or each.away_since is not None for each in list(self._all))
 
     def leave(self, failed: Mapping[Target, SyncstackError], where: str) -> None:
         """Go on without some. ``where`` says when that was."""
@@ -117,15 +134,19 @@ class Members:
             self._all.append(target)
         self._knock(target)
 
+    def lost(self, name: str, why: str) -> None:
+        """The engine of this name has ended, and is coming back. Not while a refit is on."""
+        gone = {each: EngineUnreachable(why) for each in self.live if each.client.name == name}
+        self.leave(gone, "between two refits")
+
     def part(self, name: str) -> None:
         """Go on without the engine of this name from the next refit on; nobody knocks at its door any more."""
         with self._lock:
-            self._parting.add(name)
+            self._parting.update(each for each in self._all if each.client.name == name)
 
     def _part(self) -> None:
         with self._lock:
-            parting = [each for each in self._all if each.client.name in self._parting]
-            self._parting.clear()
+            parting, self._parting = self._parting, set()
             for target in parting:
                 self._all.remove(target)
                 self._away.pop(target, None)
@@ -134,18 +155,35 @@ class Members:
             target.client.close()
 
     def welcome(self) -> None:
-        """Take in whoever has joined, or has answered again since the last look; does not wait for anybody. Raises
-        UsageError where nobody is left."""
+        """Take in whoever has joined, or has answered again since the last look; waits only where too few would take
+        part. Raises UsageError where nobody is left, and EngineNotReady where too few answer."""
         self._part()
         if not self._all:
             raise UsageError("all engines of this coordinator were taken away", next_step="let one join it")
         for target in list(self._away):
             if target.knock is None or not target.knock.done():
                 continue  # nobody has knocked where it is just joining
-            target.knock.result()
-            with self._lock:
-                del self._away[target]
+            self._take_in(target)
+        deadline = time.monotonic() + self._ready_s
+        while len(self.live) < self._needed:
+            knocks = {each.knock: each for each in list(self._away) if each.knock is not None}
+            done, _ = concurrent.futures.wait(knocks, max(0.0, deadline - time.monotonic()), "FIRST_COMPLETED")
+            if not done:
+                raise EngineNotReady(
+                    "too few engines take part in the refit",
+                    observed="; ".join([f"{len(self.live)}", *(f"{name}: {why}" for name, why in self.away.items())]),
+                    expected=f"{self._needed}",
+                    next_step="look at the logs of those that are missing, or lower SYNCSTACK_MIN_ENGINES",
+                )
+            for knock in done:
+                self._take_in(knocks[knock])
         self._told(len(self.live))
+
+    def _take_in(self, target: Target) -> None:
+        assert target.knock is not None
+        target.knock.result()
+        with self._lock:
+            del self._away[target]
 
     def _knock(self, target: Target) -> None:
         """Nobody else uses its client until that has ended, which it does once the next refit may take it in."""

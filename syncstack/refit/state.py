@@ -51,6 +51,8 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why the engine is dirty; empty otherwise."""
     since: float
     """Unix time of the last transition."""
+    manifest: str = ""
+    """Digest of the manifest of ``version`` (``weights.manifest.content_digest``); empty before the first commit."""
 
 
 _NEXT = {
@@ -69,6 +71,8 @@ class EngineState:
         self.version = 0
         self.target: int | None = None
         self.session: str | None = None
+        self.manifest = ""
+        self._verified = ""
         self.reason = ""
         self.since = time.time()
         self._moved = time.monotonic()
@@ -118,11 +122,16 @@ class EngineState:
         self.check_next(to, session)
         if to is Step.COMMITTED:
             assert self.target is not None
-            self.version = self.target
+            self.version, self.manifest = self.target, self._verified
             self.tainted = self.held = False
         elif to is Step.LOADING:
             self.tainted = True
         self._move(to)
+
+    def verified(self, manifest: str, session: str) -> None:
+        """``advance`` to VERIFIED: the weights that are in are those of ``manifest``."""
+        self.advance(Step.VERIFIED, session)
+        self._verified = manifest
 
     def check_next(self, to: Step, session: str) -> None:
         """Raise unless ``advance`` to ``to`` would be allowed."""
@@ -183,4 +192,5 @@ class EngineState:
             accepts_requests=self.accepts_requests,
             reason=self.reason,
             since=self.since,
+            manifest=self.manifest,
         )

@@ -25,6 +25,8 @@ class Target:
         self.choices: list[Choice] = []
         """The plan of each link, in the same order."""
         self.lease: Lease | None = None
+        self.manifest = ""
+        """Digest of what its workers verified last."""
         self.gone = False
         """Whether a call that waited for it was cut off, because its process had gone."""
         self.away_since: float | None = None

@@ -56,6 +56,10 @@ class StagedVersion:
         """Its tensors, in order."""
         return self.offer.tensors
 
+    def verified(self) -> list[tuple[TensorSlot, str]]:
+        """Each tensor that was verified, with its digest."""
+        return list(zip(self.offer.tensors, self._digests, strict=False))
+
     def place(self, nbytes: int) -> memoryview:
         """Where the next ``nbytes`` from the link belong, for a transport whose bytes come that way; else, and for more
         than was offered, ProtocolError."""
@@ -198,6 +202,10 @@ class JointVersion:
         for number in self._owners:
             yield next(views[number])
         self.check_unchanged()
+
+    def verified(self) -> list[tuple[TensorSlot, str]]:
+        """See StagedVersion."""
+        return [row for part in self._parts for row in part.verified()]
 
     def check_again(self) -> None:
         """See StagedVersion."""

@@ -187,6 +187,13 @@ def fingerprint(version: int, tensors: Iterable[ParamMeta | TensorSlot]) -> str:
     return digest(msgspec.msgpack.encode((version, rows)))
 
 
+def content_digest(tensors: Iterable[tuple[TensorSlot, str]]) -> str:
+    """The digest of a version's manifest: of the name, dtype, shape and digest of each tensor. The same for the same
+    weights, whatever order, shares or transport they came by."""
+    rows = sorted((slot.name, slot.dtype, slot.shape, found) for slot, found in tensors)
+    return digest(msgspec.msgpack.encode(rows))
+
+
 def _raise_mismatch(problems: Mapping[str, Sequence[str]], num_offered: int, num_expected: int) -> None:
     parts = []
     for kind, names in problems.items():

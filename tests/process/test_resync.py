@@ -64,6 +64,7 @@ def test_d40_an_engine_that_comes_back_is_brought_to_the_current_version_between
         asking.close()
     assert set(asking.answers) == {2}, "the other engine stopped for it"
     assert fleet.served("engine-1") == 2  # with the weights of that version, and not with what the trainer has now
+    states = [{member.state().manifest for member in fleet.members.values()}]
     assert fleet.tell("who")["left"] == {}
     said = fleet.said()
     assert said.count("engine-1 is back with version 2 after ") == 1
@@ -72,6 +73,9 @@ def test_d40_an_engine_that_comes_back_is_brought_to_the_current_version_between
     assert set(answer["reports"]) == BOTH
     assert answer["reports"]["engine-1"]["back_after_s"] == 0
     assert fleet.served("engine-0") == fleet.served("engine-1") == 3
+    states.append({member.state().manifest for member in fleet.members.values()})
+    assert [len(each) for each in states] == [1, 1], "what came by another way is something else"
+    assert states[0] != states[1]
 
 
 def test_an_engine_joins_and_leaves_while_training_goes_on(fleet: Fleet) -> None:
