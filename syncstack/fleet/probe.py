@@ -5,6 +5,8 @@ from __future__ import annotations
 import httpx
 import msgspec
 
+from syncstack.refit.gate import VERSION_HEADER
+
 PROMPT = [1]
 BUSY = 503
 
@@ -50,7 +52,7 @@ class Probe:
             response = self._http.post("/v1/completions", json=body)
         except httpx.HTTPError as error:
             raise NoAnswer(f"{type(error).__name__}: {error}") from None
-        version = response.headers.get("x-syncstack-version", "")
+        version = response.headers.get(VERSION_HEADER.decode(), "")
         if not version.isdigit():
             raise NoAnswer(f"status {response.status_code} without a version: {response.text[:200]}")
         if response.status_code == httpx.codes.OK:

@@ -17,18 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from syncstack import Coordinator, EngineClient, ModuleSource, Settings
 from syncstack.errors import SyncstackError
-from tests.process.trainer import logprobs
+from tests.process.trainer import change, logprobs
 
 
 def say(**answer: object) -> None:
     print(json.dumps(answer), flush=True)
-
-
-def change(model: torch.nn.Module, version: int) -> None:
-    torch.manual_seed(version)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
 
 
 def other(words: list[str], coordinator: Coordinator, model: torch.nn.Module, settings: Settings) -> None:

@@ -23,7 +23,7 @@ from syncstack.fleet.states import EngineState, Policy, State
 from syncstack.fleet.supervised import EngineProcess
 from tests.process.conftest import environment, free_port, under
 from tests.process.fleet import DEADLINES, TOKEN, two_ports
-from tests.process.trainer import logprobs
+from tests.process.trainer import change, logprobs
 
 POLICY = Policy(first_wait_s=60, interval_s=0.2, timeout_s=2, misses=3, backoff_s=0.1, restarts=5)
 WATCHDOG_S = 60.0
@@ -49,13 +49,6 @@ def make_engine(folder: Path, model: Path, name: str, command: list[str] | None 
 
 def make_settings(**options: int) -> Settings:
     return Settings.load(token=TOKEN, link_s=6, control_s=5, load_s=4, pause_s=4, engine_ready_s=60, **options)
-
-
-def change(model: torch.nn.Module, version: int) -> None:
-    torch.manual_seed(version)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
 
 
 class Trained:

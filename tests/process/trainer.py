@@ -33,6 +33,15 @@ def logprobs(model: torch.nn.Module) -> list[float]:
     return found
 
 
+def change(model: torch.nn.Module, seed: int | None = None) -> None:
+    """One small step of every weight; with a ``seed`` always the same one."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
 def main() -> None:
     address, folder, num_refits = sys.argv[1], sys.argv[2], int(sys.argv[3])
     torch.manual_seed(int(sys.argv[4]) if len(sys.argv) > 4 else 0)
@@ -44,9 +53,7 @@ def main() -> None:
         if "TRAINER_HIDES" in os.environ:
             ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         for version in range(1, num_refits + 1):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(torch.randn_like(parameter) * 0.02)
+            change(model)
             begin = time.monotonic()
             try:
                 (report,) = coordinator.refit(version)
