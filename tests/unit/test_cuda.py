@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Self
 
 import pytest
@@ -335,6 +336,23 @@ def test_a_call_that_the_workers_driver_refuses_leaves_nothing_and_the_next_vers
         del version
     assert num_fds() <= fds + 3  # the chunks that the trainer still has
     assert not worker.open_handles()
+
+
+def test_what_two_threads_let_go_at_once_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(handover, "close_fds", closed.extend)
+    given = handover.Given({}, session="s", wait_s=1)
+    given._kept = [1001, 1002]
+
+    class WhileItStarts(threading.Thread):
+        def start(self) -> None:
+            given.close()
+            super().start()
+            self.join(5)
+
+    monkeypatch.setattr(handover, "threading", SimpleNamespace(Thread=WhileItStarts))
+    given.close()
+    assert closed == [1001, 1002]
 
 
 @pytest.mark.parametrize("call", ["bind", "span", "retain", "export_fd"])

@@ -37,13 +37,16 @@ def handle_for(way: FdWay) -> Handle:
 
 
 class Given:
-    """The sender's half, for one version. ``close`` it when every worker has answered."""
+    """The sender's half, for one version. ``close`` it when every worker has answered, and again when the thread that
+    gives has ended, if that may be later: what it has added meanwhile is closed then, and nothing twice. A number that
+    was closed twice would be the descriptor of somebody who opened his in between."""
 
     def __init__(self, ways: Mapping[Link, FdWay], *, session: str, wait_s: float) -> None:
         self._ways = ways
         self._session = session
         self._wait_s = wait_s
         self._keeps = False
+        self._lock = threading.Lock()
         self._kept: list[int] = []
 
     def check(self, segments: Mapping[OwnSegment, Sequence[Link]]) -> None:
@@ -73,7 +76,8 @@ class Given:
                     self._send(link, segment.told.id, first, fds)
             finally:
                 if self._keeps or any(self._ways[link] == "pidfd" for link in links):
-                    self._kept += fds
+                    with self._lock:
+                        self._kept += fds
                 else:
                     close_fds(fds)
 
@@ -85,10 +89,11 @@ class Given:
         link.send(chunks, fds=() if fetched else fds, deadline=time.monotonic() + self._wait_s)
 
     def close(self) -> None:
-        """Close what was kept, in a thread of its own."""
-        if self._kept:
-            threading.Thread(target=close_fds, args=(self._kept,), name="syncstack-close", daemon=True).start()
-        self._kept = []
+        """Close what was kept, in a thread of its own. May be called by several threads, and again."""
+        with self._lock:
+            kept, self._kept = self._kept, []
+        if kept:
+            threading.Thread(target=close_fds, args=(kept,), name="syncstack-close", daemon=True).start()
 
 
 def taken(handle: Handle, chunks: Chunks, fds: Sequence[int]) -> Iterator[int]:
