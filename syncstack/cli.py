@@ -19,6 +19,8 @@ COMMANDS: Final = {
     "plan": "syncstack.plan.cli:plan",
     "probe": "syncstack.refit.probe:probe",
     "run": "syncstack.run.cli:run",
+    "node": "syncstack.fleet.cli:node",
+    "launch": "syncstack.fleet.cli:launch",
     "bench": "syncstack.bench.cli:bench",
     "ports": "syncstack.wire.ports_cli:ports",
     "engine": "syncstack.engines.cli:app",

@@ -38,6 +38,12 @@ class Settings(BaseSettings):
     """The token itself, where there is no file. Every process of this user can read another's environment."""
     listen_fd: int | None = Field(default=None, ge=0)
     """Not for users: the socket of ``listen`` that ``syncstack engine`` opened before it became the engine's server."""
+    engine_url: str = ""
+    """An engine's side of a fleet: where its own server is reached by the trainer, ``http://HOST:PORT``."""
+    node_pid: int | None = Field(default=None, ge=1)
+    """Not for users: the process that ``syncstack node`` became."""
+    fleet: str = ""
+    """Not for users: the engines that ``syncstack launch`` has placed for ``syncstack run``."""
     profile: str = "unknown"
     """Name of the seccomp profile the container was started with. Only reported; the facts are probed."""
     transport: str = "auto"
@@ -59,6 +65,22 @@ class Settings(BaseSettings):
     wait_for_refit: bool = False
     """An engine's side: refuse requests until the first refit. A restarted engine has the weights of its model folder,
     which are older than what the others serve."""
+    probe_first_s: float = Field(default=300.0, gt=0)
+    """A fleet's: how long an engine that was started may take to answer for the first time."""
+    probe_interval_s: float = Field(default=5.0, gt=0)
+    """Between two probes of one engine."""
+    probe_timeout_s: float = Field(default=20.0, gt=0)
+    """How long a probe, one generated token, may take."""
+    probe_misses: int = Field(default=3, ge=1)
+    """Probes in a row that may fail before the engine is dead."""
+    restarts: int = Field(default=5, ge=0)
+    """How often one engine is started again within ``restart_window_s``; after that it stays dead."""
+    start_tries: int = Field(default=2, ge=1)
+    """How often an engine that has never answered is started before it stays dead."""
+    restart_window_s: float = Field(default=3600.0, gt=0)
+    restart_backoff_s: float = Field(default=1.0, ge=0)
+    """Wait before the first restart; twice as long before each one after it, up to ``restart_backoff_max_s``."""
+    restart_backoff_max_s: float = Field(default=60.0, ge=0)
     engine_ready_s: float = Field(default=300.0, gt=0)
     """How long to wait for an engine to answer its control endpoint."""
     control_s: float = Field(default=30.0, gt=0)

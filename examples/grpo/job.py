@@ -66,8 +66,6 @@ class Run:
             self.text = Text(AutoTokenizer.from_pretrained(ctx.model), task)
             # eval(): no dropout, so that the ratio of trainer to engine is 1 up to rounding.
             self.model = AutoModelForCausalLM.from_pretrained(ctx.model, dtype=torch.float32).eval()
-        self.current: list[str] = []
-        """Engines that have the last version."""
         self.trainer = Trainer(self.model, learning_rate=LEARNING_RATE)
         engine = ctx.engines[0].info
         self.checker = Checker(
@@ -81,24 +79,24 @@ class Run:
         """All steps. Version v + 1 is the weights after step v."""
         self.refit(coordinator, 1)
         for step in range(1, self.ctx.steps + 1):
-            self.step(step)
+            self.step(step, coordinator.current)
             self.refit(coordinator, step + 1)
 
     def refit(self, coordinator: Refits, version: int) -> None:
         """Move the weights, then prove it."""
         with self.ctx.recorder.phase("refit"):
             reports = coordinator.refit(version)
-        self.current = [report.engine for report in reports]
+        names = [report.engine for report in reports]
         with self.ctx.recorder.phase("parity"):
-            scores = self.engines.prompt_logprobs(self.checker.tokens, names=self.current, version=version)
+            scores = self.engines.prompt_logprobs(self.checker.tokens, names=names, version=version)
             parity = dict(zip(scores, self.checker.check(scores), strict=True))
         self.ctx.recorder.refit(reports, parity)
 
-    def step(self, step: int) -> None:
-        """Samples from version ``step``, and one update."""
+    def step(self, step: int, names: Sequence[str]) -> None:
+        """Samples from version ``step``, which the engines of these names have, and one update."""
         begin = time.perf_counter()
         with self.ctx.recorder.phase("rollout"):
-            groups = self.rollout(step)
+            groups = self.rollout(step, names)
         middle = time.perf_counter()
         with self.ctx.recorder.phase("train"):
             update = self.trainer.update(groups)
@@ -117,7 +115,7 @@ class Run:
             )
         )
 
-    def rollout(self, step: int) -> list[Group]:
+    def rollout(self, step: int, names: Sequence[str]) -> list[Group]:
         """A group of samples for each of the step's prompts, with rewards."""
         # One stream of seeds for all steps of a run, none shared between runs of neighbouring seeds.
         seed = self.ctx.seed * 1_000_000 + step * PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
@@ -125,7 +123,7 @@ class Run:
         encoded = [self.text.encode(prompt) for prompt in prompts]
         drawn = self.engines.sample(
             encoded,
-            names=self.current,
+            names=names,
             n=SAMPLES_PER_PROMPT,
             max_tokens=self.task.max_tokens,
             stop_tokens=self.text.stop_tokens,

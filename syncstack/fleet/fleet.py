@@ -36,9 +36,17 @@ class Fleet:
     """Engines of one trainer. ``start``, ``refit`` and ``close`` are called from one thread, ``states``, ``add`` and
     ``remove`` from any."""
 
-    def __init__(self, engines: Sequence[Supervised], *, settings: Settings, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Supervised],
+        *,
+        settings: Settings,
+        policy: Policy | None = None,
+        stay: bool = False,
+    ) -> None:
         """Nothing is started yet. ``settings.min_engines``: fewer that live end the training (0: all are needed).
-        Raises UsageError for two engines of one name."""
+        ``stay``: engines that have a version are left serving it by ``close``. Raises UsageError for two engines of one
+        name."""
         names = [engine.name for engine in engines]
         if len(set(names)) < len(names) or not names:
             raise UsageError(
@@ -57,7 +65,9 @@ class Fleet:
         self._brief = settings.model_copy(update=brief)
         self._policy = policy or Policy()
         self._watches = {engine.name: Watch(engine, self._policy, self) for engine in engines}
+        self._stay = stay
         self._members: set[str] = set()
+        self._clients: list[EngineClient] = []
         self._coordinator: Coordinator | None = None
 
     def start(self) -> None:
@@ -70,20 +80,32 @@ class Fleet:
             self.close()
             raise
 
+    def connect(self) -> list[EngineClient]:
+        """Ask each engine that answers what it holds; ``attach`` does it where nobody has. Raises what
+        ``EngineClient.connect`` does."""
+        names = [name for name, watch in self._watches.items() if watch.record.state in ANSWERING]
+        try:
+            for name in names:
+                self._clients.append(EngineClient.connect(self._watches[name].engine.address, settings=self._brief))
+        except BaseException:
+            self._disconnect()
+            raise
+        return list(self._clients)
+
+    def _disconnect(self) -> None:
+        while self._clients:
+            self._clients.pop().close()
+
     def attach(self, source: WeightSource) -> None:
         """Take the trainer's weights from ``source`` from now on. Raises what ``EngineClient.connect`` does."""
-        names = [name for name, watch in self._watches.items() if watch.record.state in ANSWERING]
-        clients: list[EngineClient] = []
-        self._members = set(names)  # before there is a coordinator that they could join once more
+        clients = list(self._clients) or self.connect()
+        self._members = {client.name for client in clients}  # before there is a coordinator that they could join again
         try:
-            clients.extend(
-                EngineClient.connect(self._watches[name].engine.address, settings=self._brief) for name in names
-            )
             self._coordinator = Coordinator(source=source, engines=clients, settings=self._brief)
         except BaseException:
-            for client in clients:
-                client.close()
+            self._disconnect()
             raise
+        self._clients = []  # they are the coordinator's
 
     @property
     def coordinator(self) -> Coordinator:
@@ -91,6 +113,15 @@ class Fleet:
         if self._coordinator is None:
             raise UsageError("this fleet has no weights to send", next_step="call attach(source) first")
         return self._coordinator
+
+    @property
+    def current(self) -> list[str]:
+        """Names of the engines that serve the last version now. From any thread."""
+        return self.coordinator.current
+
+    def url(self, name: str) -> str:
+        """Of an engine's own server."""
+        return self._watches[name].engine.url
 
     def states(self) -> list[EngineState]:
         """What is known of each engine now."""
@@ -213,12 +244,13 @@ class Fleet:
         self._coordinator.join(client)
 
     def close(self) -> None:
-        """End all engines and what belongs to them. Raises DeadlineExceeded for one that the kernel does not end, after
-        all the others."""
+        """End all engines and what belongs to them; those that may stay are watched no more. Raises DeadlineExceeded
+        for one that the kernel does not end, after all the others."""
         with contextlib.ExitStack() as stack:
             for watch in self._watches.values():
                 watch.stop()
-                stack.callback(watch.close)
+                stack.callback(watch.close, leave=self._stay and self.published is not None)
+            stack.callback(self._disconnect)
             if self._coordinator is not None:
                 stack.callback(self._coordinator.close)
 

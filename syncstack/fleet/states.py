@@ -22,8 +22,11 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from typing import Self
 
 import msgspec
+
+from syncstack.settings import Settings
 
 
 class State(enum.StrEnum):
@@ -55,6 +58,23 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 5
     """Restarts of one engine within ``window_s``; after that it stays dead."""
     window_s: float = 3600.0
+    start_tries: int = 2
+    """Starts of an engine that has never answered: what fails at once and again is an option, and not bad luck."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """As the environment says."""
+        return cls(
+            first_wait_s=settings.probe_first_s,
+            interval_s=settings.probe_interval_s,
+            timeout_s=settings.probe_timeout_s,
+            misses=settings.probe_misses,
+            backoff_s=settings.restart_backoff_s,
+            backoff_max_s=settings.restart_backoff_max_s,
+            restarts=settings.restarts,
+            window_s=settings.restart_window_s,
+            start_tries=settings.start_tries,
+        )
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,11 +111,13 @@ class EngineRecord:
         self.restarts = 0
         self._policy = policy
         self._recent: deque[float] = deque()
+        self._answered = False
 
     @property
     def lost(self) -> bool:
         """Whether it is dead for good."""
-        return self.state is State.DEAD and len(self._recent) >= self._policy.restarts
+        hopeless = not self._answered and self.restarts + 1 >= self._policy.start_tries
+        return self.state is State.DEAD and (hopeless or len(self._recent) >= self._policy.restarts)
 
     def answered(self, version: int, now: float, *, published: int | None, serves: bool) -> None:
         """A probe came back. ``serves``: it generated, with the weights of ``version``; else it refused, because it
@@ -103,6 +125,7 @@ class EngineRecord:
         if self.state is State.DEAD:
             return  # it is about to be killed: what it says does not matter any more
         self.misses = 0
+        self._answered = True
         self.version = version
         current = serves and version == published
         if self.state is not State.UPDATING:
@@ -112,6 +135,7 @@ class EngineRecord:
         """A probe came back: its weights may be mixed."""
         if self.state is not State.DEAD:
             self.misses = 0
+            self._answered = True
             self._to(State.DIRTY, now, reason)
 
     def missed(self, reason: str, now: float) -> None:
@@ -158,6 +182,12 @@ class EngineRecord:
 
     def _backoff(self) -> float:
         return min(self._policy.backoff_s * 2.0 ** len(self._recent), self._policy.backoff_max_s)
+
+    def postponed(self, reason: str, now: float) -> None:
+        """It could not be started, because where it runs is not there. That costs none of its restarts; it is tried
+        again after the same wait."""
+        if self.state is State.DEAD:
+            self.reason, self.since = reason, now
 
     def restarting(self, now: float) -> None:
         """It was started again."""

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Protocol
 
+from syncstack.errors import EngineUnreachable
 from syncstack.fleet.probe import NoAnswer, Probe
 from syncstack.fleet.states import EngineRecord, Policy, State
 from syncstack.fleet.supervised import Supervised
@@ -56,12 +57,13 @@ class Watch:
         """Watch it no more; does not wait."""
         self._over.set()
 
-    def close(self) -> None:
-        """Watch it no more, and end it. Raises what ``Supervised.kill`` does."""
+    def close(self, *, leave: bool = False) -> None:
+        """Watch it no more, and end it, unless it shall be left running. Raises what ``Supervised.kill`` does."""
         self.stop()
         if self._thread.ident is not None:
             self._thread.join(self._policy.timeout_s * 2)
-        self.engine.kill()
+        if not leave:
+            self.engine.kill()
         self._probe.close()
 
     def _run(self) -> None:
@@ -112,10 +114,13 @@ class Watch:
         try:
             self.engine.kill()
             fleet.lost(self.engine.name, self.record.reason)
+            self.engine.start()
             with fleet.records:
                 self.record.restarting(time.monotonic())
             log.warning("%s is started again (%d)", self.engine.name, self.record.restarts)
-            self.engine.start()
+        except EngineUnreachable as error:
+            with fleet.records:
+                self.record.postponed(str(error), time.monotonic())
         finally:
             fleet.recovery.release()
 

@@ -6,10 +6,10 @@ import importlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import httpx
 import typer
@@ -24,6 +24,9 @@ from syncstack.run.picture import render
 from syncstack.run.recorder import REPORT_NAME, Recorder, now
 from syncstack.run.table import Table, summary
 from syncstack.settings import Settings
+
+if TYPE_CHECKING:
+    from syncstack.run.crew import Crew
 
 PICTURE_NAME = "report.html"
 INTERRUPTED = 130
@@ -55,8 +58,7 @@ def run(
     folder = validate(model)
     function = load_job(job)
     settings = Settings.load()
-    addresses = engine or [f"unix:{settings.socket_dir / settings.engine_name}"]
-    urls = urls_of(addresses, engine_url)
+    addresses, urls = engines_of(settings, engine, engine_url)
     prepare_out(out)
     expose(metrics)
     console = Console(file=sys.stdout)
@@ -133,6 +135,25 @@ def prepare_out(out: Path) -> None:
         ) from error
 
 
+def engines_of(
+    settings: Settings, engine: Sequence[str] | None, engine_url: Sequence[str] | None
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Addresses and URLs of the engines; with a fleet, their names, and no URL is known yet. Raises UsageError."""
+    if not settings.fleet:
+        addresses = engine or [f"unix:{settings.socket_dir / settings.engine_name}"]
+        return addresses, urls_of(addresses, engine_url)
+    if engine or engine_url:
+        raise UsageError(
+            "the engines of this run were placed by syncstack launch",
+            observed="--engine or --engine-url",
+            consequence="Nothing was started",
+            next_step="leave them out",
+        )
+    from syncstack.fleet.crew import fleet_spec
+
+    return fleet_spec(settings).engines, []
+
+
 def urls_of(addresses: Sequence[str], urls: Sequence[str] | None) -> Sequence[str]:
     """Where the API of each engine answers. Raises UsageError where that was not said for all of them."""
     if not urls and len(addresses) == 1:
@@ -190,33 +211,35 @@ def execute(
     out: Path,
 ) -> None:
     """Connect, run the job, disconnect."""
-    from syncstack.refit.client import EngineClient
-    from syncstack.refit.coordinator import Coordinator
-
-    engines: list[EngineClient] = []
-    try:
+    with ExitStack() as stack:
         with recorder.phase("connect"):
-            for index, (address, url) in enumerate(zip(addresses, urls, strict=True)):
-                client = EngineClient.connect(address, settings=settings)
-                engines.append(client)  # one by one: what is connected gets closed
+            crew = stack.enter_context(crew_of(settings, addresses, urls))
+            for index, (client, url) in enumerate(zip(crew.engines, crew.urls, strict=True)):
                 recorder.engine(index, client.name, engine_version(url) or client.info.kind_version)
-
         context = RunContext(
             settings=settings,
-            engines=engines,
-            engine_urls=urls,
+            engines=crew.engines,
+            engine_urls=crew.urls,
             model=Path(folder.path),
             steps=steps,
             seed=seed,
             out=out,
             recorder=recorder,
-            make_coordinator=lambda source: Coordinator(source=source, engines=engines, settings=settings),
+            make_coordinator=crew.make_coordinator,
         )
         with recorder.phase("job"):
             job(context)
-    finally:
-        for client in engines:
-            client.close()
+
+
+def crew_of(settings: Settings, addresses: Sequence[str], urls: Sequence[str]) -> AbstractContextManager[Crew]:
+    """The engines at these addresses, or those of this process's launch."""
+    from syncstack.run.crew import named
+
+    if not settings.fleet:
+        return named(addresses, urls, settings)
+    from syncstack.fleet.crew import crew
+
+    return crew(settings)
 
 
 def engine_version(url: str) -> str | None:

@@ -18,8 +18,13 @@ class Refits(Protocol):
         """One report for each engine. Blocks for the transaction; raises RefitFailed and others of the tree."""
         ...
 
+    @property
+    def current(self) -> list[str]:
+        """Names of the engines that serve the last version now; one that came back between two refits is among them."""
+        ...
+
     def close(self) -> None:
-        """Release what the coordinator holds. Engines keep serving."""
+        """Release what the coordinator holds. Engines that somebody else started keep serving."""
         ...
 
 

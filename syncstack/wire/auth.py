@@ -54,6 +54,7 @@ class Token:
             )
         self._link_key = hmac.digest(secret, b"syncstack data link", "sha256")
         self._bearer = hmac.digest(secret, b"syncstack control endpoint", "sha256").hex()
+        self._cluster = hmac.digest(secret, b"syncstack ray cluster", "sha256").hex()
 
     def __repr__(self) -> str:
         return "Token(hidden)"
@@ -62,6 +63,12 @@ class Token:
     def authorization(self) -> str:
         """The value of the Authorization header that an engine's control endpoint wants to see."""
         return f"Bearer {self._bearer}"
+
+    @property
+    def cluster_secret(self) -> str:
+        """What the nodes of a Ray cluster prove themselves with. Ray sends it as it is: who hears it may run code on
+        the nodes, but has neither of the other keys."""
+        return self._cluster
 
     def authorizes(self, header: bytes) -> bool:
         """Whether a header's value is ours; takes as long whatever is wrong with it."""

@@ -8,7 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from syncstack.fleet.states import EngineRecord, Policy, State
 
-POLICY = Policy(first_wait_s=30, interval_s=1, misses=3, backoff_s=2, backoff_max_s=8, restarts=3, window_s=100)
+POLICY = Policy(
+    first_wait_s=30, interval_s=1, misses=3, backoff_s=2, backoff_max_s=8, restarts=3, window_s=100, start_tries=9
+)
 
 ALLOWED = {
     State.STARTING: {State.STALE, State.HEALTHY, State.DIRTY, State.DEAD},
@@ -92,6 +94,14 @@ class Record(RuleBasedStateMachine):
         self.record.restarting(self.now)
         assert self.record.version is None
 
+    @precondition(lambda self: self.record.state is State.DEAD)
+    @rule()
+    def its_node_is_away(self) -> None:
+        before = self.record.restarts, self.record.lost
+        self.record.postponed("no node", self.now)
+        assert (self.record.restarts, self.record.lost) == before
+        assert not self.record.may_restart(self.now)
+
     @invariant()
     def every_transition_is_in_the_table(self) -> None:
         if not hasattr(self, "record"):
@@ -136,3 +146,36 @@ def test_restarts_that_are_spent_come_back_with_time() -> None:
 def test_only_a_dead_engine_is_started_again() -> None:
     with pytest.raises(ValueError, match="engine-0 is starting"):
         EngineRecord("engine-0", POLICY, 0.0).restarting(1.0)
+
+
+def test_one_that_has_never_answered_is_started_twice_and_no_more() -> None:
+    record = EngineRecord("engine-0", Policy(restarts=5, backoff_s=0, start_tries=2), 0.0)
+    record.ended("its process ended with 2", 0.0)
+    assert not record.lost
+    record.restarting(1.0)
+    record.ended("its process ended with 2", 2.0)
+    assert record.lost
+    assert not record.may_restart(100.0)
+
+
+def test_one_that_has_answered_has_its_whole_budget() -> None:
+    record = EngineRecord("engine-0", Policy(restarts=5, backoff_s=0, start_tries=1), 0.0)
+    record.answered(0, 0.0, published=None, serves=False)
+    for now in range(5):
+        record.ended("it ended", now)
+        assert not record.lost
+        record.restarting(now)
+    record.ended("it ended", 6.0)
+    assert record.lost
+
+
+def test_a_node_that_is_away_for_long_costs_no_restart() -> None:
+    record = EngineRecord("engine-0", Policy(restarts=2, backoff_s=1), 0.0)
+    record.answered(0, 0.0, published=None, serves=False)
+    record.ended("its node is gone", 0.0)
+    for now in range(2, 200, 2):
+        assert record.may_restart(now)
+        record.postponed("its node is gone", now)
+    assert not record.lost
+    record.restarting(202.0)
+    assert record.restarts == 1

@@ -1,0 +1,39 @@
+"""The engines of a run: those that its user named, or a fleet that ``syncstack launch`` has placed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from syncstack.refit.client import EngineClient
+from syncstack.refit.coordinator import Coordinator
+from syncstack.run.context import Refits
+from syncstack.settings import Settings
+from syncstack.weights.source import WeightSource
+
+
+class Crew:
+    """Connected engines, and what moves weights into them."""
+
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        urls: Sequence[str],
+        make_coordinator: Callable[[WeightSource], Refits],
+    ) -> None:
+        self.engines = engines
+        self.urls = urls
+        """Where each engine's OpenAI-compatible API answers, in the order of ``engines``."""
+        self.make_coordinator = make_coordinator
+
+
+@contextmanager
+def named(addresses: Sequence[str], urls: Sequence[str], settings: Settings) -> Iterator[Crew]:
+    """Engines that somebody else starts. Raises what ``EngineClient.connect`` does."""
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for address in addresses:  # one by one: what is connected gets closed
+            engines.append(EngineClient.connect(address, settings=settings))
+            stack.callback(engines[-1].close)
+        yield Crew(engines, urls, lambda source: Coordinator(source=source, engines=engines, settings=settings))
