@@ -31,7 +31,7 @@ def node(
         str | None, typer.Option(help="Begin a cluster; the others reach it at HOST:PORT, an address of this machine.")
     ] = None,
     join: Join = None,
-    name: Annotated[str | None, typer.Option(help="Name of the node.  [default: SYNCSTACK_ENGINE_NAME]")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the node; unset: SYNCSTACK_ENGINE_NAME.")] = None,
     dashboard: Annotated[bool, typer.Option("--dashboard", help="Ray's dashboard, on 127.0.0.1 of the head.")] = False,
 ) -> None:
     """A node of the cluster on which `syncstack launch` places trainer and engines. Stays until it is ended.

@@ -15,7 +15,8 @@ from syncstack.fleet.node import ray_environment
 from syncstack.fleet.placement import FleetSpec, Layout, Placement
 
 POLL_S = 0.3
-ASK_S = 10.0
+ASK_S = 60.0
+"""How long the trainer's actor may take to answer; a machine that swaps is not a trainer that is lost."""
 END_S = 30.0
 """How long a trainer that was told to end may take over its report."""
 
