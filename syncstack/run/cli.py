@@ -41,7 +41,7 @@ def run(
     engine: Annotated[list[str] | None, typer.Option(help="Control address of an engine; repeatable.")] = None,
     engine_url: Annotated[
         list[str] | None,
-        typer.Option(help=f"Where an engine's /v1 API answers; one for each --engine.  [default: {DEFAULT_URL}]"),
+        typer.Option(help=f"Where an engine's /v1 API answers; one for each --engine; for one: {DEFAULT_URL}."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps; each ends with a refit.")] = 24,
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and samples.")] = 0,

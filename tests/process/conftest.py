@@ -61,7 +61,8 @@ def under(profile: str | None, argv: list[str]) -> list[str]:
 
 
 def profile_path(profile: str | None) -> str | None:
-    return None if profile is None else str(REPO / f"seccomp/{profile}.json")
+    """Of a profile's name; a file's path is its own."""
+    return profile if profile is None or "/" in profile else str(REPO / f"seccomp/{profile}.json")
 
 
 @pytest.fixture(scope="session")
@@ -97,8 +98,9 @@ class Engine:
         wrap: Sequence[str] = (),
         name: str = "engine-0",
         warm: Warm | None = None,
+        private: str | None = None,
     ) -> None:
-        """``warm``: start it from there, unless it is wrapped."""
+        """``warm``: start it from there, unless it is wrapped; ``private`` goes with that."""
         self.url = f"http://127.0.0.1:{port}"
         self.address = f"unix:{socket_dir}/{name}"
         self.log_path = socket_dir / f"{name}.log"
@@ -109,7 +111,9 @@ class Engine:
             self.process: Process
             if warm is not None and not wrap:
                 path = profile_path(profile)
-                self.process = WarmProcess(warm, script, argv, env=environ, profile=path, stdout=log, stderr=log)
+                self.process = WarmProcess(
+                    warm, script, argv, env=environ, profile=path, private=private, stdout=log, stderr=log
+                )
             else:
                 self.process = subprocess.Popen(
                     [*wrap, *under(profile, [sys.executable, str(script), *argv])],
@@ -200,11 +204,13 @@ def start_trainer(socket_dir: Path, warm: Warm) -> Iterator[Callable[..., Proces
         address: str = f"unix:{socket_dir}/engine-0",
         env: Mapping[str, str] | None = None,
         wrap: Sequence[str] = (),
+        private: str | None = None,
     ) -> Process:
         script, argv = REPO / "tests/process/trainer.py", [address, str(model), *args]
         environ = {**environment(socket_dir), **(env or {})}
         if not wrap:
-            trainers.append(WarmProcess(warm, script, argv, env=environ, profile=profile_path(profile)))
+            path = profile_path(profile)
+            trainers.append(WarmProcess(warm, script, argv, env=environ, profile=path, private=private))
             return trainers[-1]
         pipe = subprocess.PIPE
         command = [*wrap, *under(profile, [sys.executable, str(script), *argv])]

@@ -39,6 +39,8 @@ class Pod:
 
     def __init__(self, folder: Path, socket_dir: Path, owner: int) -> None:
         self.folder = folder
+        self.private = str(socket_dir)
+        """For processes of the tests' own user; ``wrap`` is for others."""
         self.token_file = folder / "token"
         self.token_file.write_text(TOKEN + "\n")
         self.token_file.chmod(0o600)
@@ -102,10 +104,10 @@ def test_refits_without_a_common_folder(
     start_engine: StartEngine, start_trainer: StartTrainer, make_pod: Callable[..., Pod], model: Path, host: str
 ) -> None:
     pod = make_pod()
-    engine = start_engine(env=pod.listening(host, also="unix,"), wrap=pod.wrap)
+    engine = start_engine(env=pod.listening(host, also="unix,"), private=pod.private)
     address = address_of(engine)
     assert f"://{host}:" in address
-    trainer = start_trainer(model, "3", address=address, env=pod.env(), wrap=pod.wrap)
+    trainer = start_trainer(model, "3", address=address, env=pod.env(), private=pod.private)
     read_line(trainer)
     pids = (engine.process.pid, trainer.pid, os.getpid())
     assert (len({namespace(pid, "pid") for pid in pids}), len({namespace(pid, "mnt") for pid in pids})) == (1, 3)
@@ -152,10 +154,9 @@ def test_a_denied_call_is_named_and_the_bytes_go_over_the_link(
 ) -> None:  # fmt: skip
     pod = make_pod()
     profile = denied if denied == "restrictive" else filter_file(tmp_path, 1, denied)
-    filtered = [sys.executable, "-m", "syncstack.cli", "seccomp", "run", profile, "--"]
-    engine = start_engine(env=pod.listening(), wrap=[*pod.wrap, *filtered])
+    engine = start_engine(env=pod.listening(), private=pod.private, profile=profile)
     before = engine.logprobs()
-    where = {"address": address_of(engine), "wrap": pod.wrap}
+    where = {"address": address_of(engine), "private": pod.private}
     trainer = start_trainer(model, "1", env=pod.env(**HOST_FD), **where)
     read_line(trainer)
     failure = read_line(trainer)
@@ -174,7 +175,7 @@ def test_a_trainer_in_another_pid_namespace_sends_its_bytes_over_the_link(
 ) -> None:
     """No folder and no PID namespace in common: nothing but the link is left."""
     pod = make_pod()
-    engine = start_engine(env=pod.listening(), wrap=pod.wrap)
+    engine = start_engine(env=pod.listening(), private=pod.private)
     apart = [*pod.wrap, "unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "--"]
     trainer = start_trainer(model, "2", address=address_of(engine), env=pod.env(), wrap=apart)
     read_line(trainer)
@@ -204,7 +205,7 @@ def test_stream_can_be_asked_for_where_a_descriptor_could_go(
 @pytest.fixture
 def engine_and_pod(start_engine: StartEngine, make_pod: Callable[..., Pod]) -> tuple[Engine, Pod]:
     pod = make_pod()
-    return start_engine(slow_s=SLOW_S, env=pod.listening(), wrap=pod.wrap), pod
+    return start_engine(slow_s=SLOW_S, env=pod.listening(), private=pod.private), pod
 
 
 def test_the_wrong_token_no_token_and_a_strangers_bytes_get_nowhere(engine_and_pod: tuple[Engine, Pod]) -> None:
@@ -237,7 +238,7 @@ def test_a_death_in_the_middle_of_a_load_is_known_over_tcp_too(
     engine_and_pod: tuple[Engine, Pod], start_trainer: StartTrainer, model: Path, victim: str
 ) -> None:
     engine, pod = engine_and_pod
-    trainer = start_trainer(model, "1", address=address_of(engine), env=pod.env(), wrap=pod.wrap)
+    trainer = start_trainer(model, "1", address=address_of(engine), env=pod.env(), private=pod.private)
     read_line(trainer)
     with closing(EngineClient.connect(address_of(engine), settings=client_settings(pod))) as client:
         await_step(client, Step.LOADING)
@@ -325,7 +326,7 @@ def test_a_workers_port_follows_that_of_the_control_endpoint(
     pod = make_pod()
     with tcp.listen(Address("127.0.0.1", 0)) as listener:
         address = tcp.address_of(listener)
-    engine = start_engine(env=pod.env(SYNCSTACK_LISTEN=str(address)), wrap=pod.wrap)
+    engine = start_engine(env=pod.env(SYNCSTACK_LISTEN=str(address)), private=pod.private)
     with closing(EngineClient.connect(str(address), settings=client_settings(pod))) as client:
         assert client.info.workers[0].port == address.port + 1
     assert address_of(engine) == str(address)

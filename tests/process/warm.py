@@ -1,13 +1,15 @@
 """Python processes that have imported torch and transformers already: 14 s of CPU each, and a hundred are started.
 
 A server is started once; it imports, and forks a process for each request: in a session of its own, with the
-environment, arguments and descriptors that were asked for, under a seccomp profile if one was, and then runs a script
-as its main program. From there on it is a process like any other: what it shares is the pages of imported modules.
+environment, arguments and descriptors that were asked for, in a mount namespace of its own and under a seccomp profile
+where one was, and then runs a script as its main program. From there on it is a process like any other: what it shares
+is the pages of imported modules.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -25,6 +27,8 @@ from typing import IO
 REPO = Path(__file__).parents[2]
 MAX_MESSAGE = 1 << 20
 LOOK_S = 0.02
+CLONE_NEWNS = 0x20000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
 
 
 class Warm:
@@ -44,10 +48,14 @@ class Warm:
         *,
         env: Mapping[str, str],
         profile: str | None,
+        private: str | None,
         fds: tuple[int, int, int],
     ) -> int:
-        """Run ``script`` with ``argv`` and these stdin, stdout and stderr; returns the process number."""
-        request = {"script": str(script), "argv": list(argv), "env": dict(env), "profile": profile}
+        """Run ``script`` with ``argv`` and these stdin, stdout and stderr; returns the process number. ``private``: a
+        folder that is empty for it and its own, as another container's would be."""
+        request = {
+            "script": str(script), "argv": list(argv), "env": dict(env), "profile": profile, "private": private
+        }  # fmt: skip
         socket.send_fds(self._sock, [json.dumps(request).encode()], list(fds))
         while True:
             kind, pid, status = self._receive()
@@ -86,6 +94,7 @@ class WarmProcess:
         *,
         env: Mapping[str, str],
         profile: str | None = None,
+        private: str | None = None,
         stdout: IO[bytes] | None = None,
         stderr: IO[bytes] | None = None,
     ) -> None:
@@ -96,7 +105,7 @@ class WarmProcess:
             inside_out if stdout is None else stdout.fileno(),
             inside_err if stderr is None else stderr.fileno(),
         )
-        self.pid = warm.start(script, argv, env=env, profile=profile, fds=given)
+        self.pid = warm.start(script, argv, env=env, profile=profile, private=private, fds=given)
         for fd in (inside_in, inside_out, inside_err):
             os.close(fd)
         self.stdin: IO[str] = os.fdopen(outside_in, "w")
@@ -193,15 +202,30 @@ def become(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
+def hide(folder: str) -> None:
+    """What ``unshare --mount`` and a mount of an empty tmpfs of this user's do."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    data = f"mode=0700,uid={os.getuid()},gid={os.getgid()}".encode()
+    for done in (
+        libc.unshare(CLONE_NEWNS),
+        libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None),
+        libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, data),
+    ):
+        if done:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def run(request: dict[str, object]) -> None:
     """Be the process that was asked for."""
     from syncstack.seccomp.apply import apply
     from syncstack.seccomp.load import load
 
-    script, argv, env, profile = (request[name] for name in ("script", "argv", "env", "profile"))
+    script, argv, env, profile, private = (request[name] for name in ("script", "argv", "env", "profile", "private"))
     assert isinstance(script, str) and isinstance(argv, list) and isinstance(env, dict)
     os.environ.clear()
     os.environ.update(env)
+    if private is not None:
+        hide(str(private))
     if profile is not None:
         apply(load(str(profile)))
     sys.argv = [script, *argv]
