@@ -35,7 +35,7 @@ from syncstack.refit.metrics import metrics
 from syncstack.refit.pace import expected
 from syncstack.refit.progress import Progress
 from syncstack.refit.ranks import Alone, End, reply_of
-from syncstack.refit.report import RefitReport
+from syncstack.refit.report import RefitReport, Unchanged
 from syncstack.refit.resync import Resync
 from syncstack.refit.staging import Staging
 from syncstack.refit.target import Target
@@ -77,6 +77,7 @@ class Coordinator:
         self._kept = KeptVersion() if settings.keep_version else None
         resync = None if self._kept is None else Resync(self._kept, settings, _alone)
         self._members = Members(engines, settings, resync=resync, told=self._told)
+        self._unchanged = Unchanged()
         self._staging = Staging(source, self._members, settings, self._ranks)
 
     @property
@@ -153,7 +154,8 @@ class Coordinator:
                     raise
                 if failure is not None:
                     raise failure from error
-        reports = [self._report(refit, target) for target in self._targets]
+        since = self._unchanged.since(self._targets[0].manifest, version)
+        reports = [self._report(refit, target, since) for target in self._targets]
         for report in reports:
             metrics().count(report)
         self._members.published(version)
@@ -264,7 +266,7 @@ class Coordinator:
                 target.drop_links()
         return ", ".join(states) or "unchanged"
 
-    def _report(self, refit: Progress, target: Target) -> RefitReport:
+    def _report(self, refit: Progress, target: Target, unchanged_since: int | None) -> RefitReport:
         assert refit.stage is not None
         stage = refit.stage
         paused = sum(refit.phases[name] for name in ("pause", "load", "verify", "commit", "resume"))
@@ -284,6 +286,7 @@ class Coordinator:
             phases=dict(refit.phases),
             digests_equal=refit.digests_equal,
             cast_bytes=stage.cast_bytes,
+            unchanged_since=unchanged_since,
             unpinned=stage.unpinned,
             back_after_s=self._members.served(target, refit.version),
         )

@@ -282,3 +282,26 @@ def test_a_restarted_engine_gets_the_next_version(start_engine: StartEngine, mod
         assert again.complete().headers["x-syncstack-version"] == "0"
         coordinator.refit(2)
         assert again.complete().headers["x-syncstack-version"] == "2"
+
+
+def test_d47_a_version_that_changes_nothing_is_said(
+    start_engine: StartEngine, model: Path, socket_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where adapters are trained and the base weights are sent: everything is green, and nothing is learned."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from syncstack import Coordinator, ModuleSource
+
+    engine = start_engine()
+    settings = Settings.load(socket_dir=socket_dir, engine_ready_s=60)
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    client = EngineClient.connect(engine.address, settings=settings)
+    with Coordinator(source=ModuleSource(module), engines=[client], settings=settings) as coordinator:
+        found = [coordinator.refit(version)[0].unchanged_since for version in (1, 2, 3)]
+        assert found == [None, 1, 1]
+        with torch.no_grad():
+            next(module.parameters())[0, 0] += 1.0
+        assert [coordinator.refit(version)[0].unchanged_since for version in (4, 4)] == [None, None]
+    said = [record.getMessage() for record in caplog.records if "not one byte" in record.getMessage()]
+    assert [line.partition(" has")[0] for line in said] == ["version 2"]
