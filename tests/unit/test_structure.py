@@ -55,7 +55,7 @@ def test_engines_and_ray_are_imported_only_where_they_belong() -> None:
             assert "ray" not in imports(path), path
 
 
-def test_nothing_unpickles() -> None:
+def test_e01_e02_nothing_unpickles() -> None:
     for path in MODULES:
         assert not imports(path) & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, path
 

@@ -16,7 +16,7 @@ from syncstack.engines.vllm.direct import ATTENTION, NOTHING, computes_as_loaded
 from syncstack.engines.vllm.launch import command, environment
 from syncstack.engines.vllm.plugin import VllmHost
 from syncstack.engines.vllm.worker import SyncstackWorker, VllmLoader
-from syncstack.errors import UsageError
+from syncstack.errors import LoadFailed, UsageError
 
 
 class PackedMethod:
@@ -84,7 +84,7 @@ def test_the_server_is_started_with_our_plugins_and_no_others_are_lost() -> None
 
 
 @pytest.mark.parametrize("variable", ["VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION"])
-def test_unsafe_doors_are_refused(variable: str) -> None:
+def test_e04_unsafe_doors_are_refused(variable: str) -> None:
     with pytest.raises(UsageError, match=variable):
         environment({variable: "1"}, name="e", socket_dir=Path("/run/s"))
     environment({variable: "0"}, name="e", socket_dir=Path("/run/s"))
@@ -184,6 +184,7 @@ class Client:
 
     def __init__(self, *, drained: bool = True, sleep_s: float = 5.0) -> None:
         self.paused = self.slept = self.resumed = False
+        self.reset: object = None
         self.calls: list[str] = []
         self._drained = drained
         self._sleep_s = sleep_s
@@ -203,9 +204,9 @@ class Client:
         await asyncio.sleep(0)
         return self.paused
 
-    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> object:
         self.calls.append("reset")
-        return self.slept
+        return self.slept if self.reset is None else self.reset
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
@@ -229,6 +230,19 @@ def test_a_pause_returns_when_the_scheduler_has_paused_and_what_follows_waits_fo
         await engine.publish(1)  # raises unless the pause has come to its end
         await engine.resume()
         assert client.calls == ["pause wait True", "reset", "resume"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("answer", [False, 1, 204, "ok", {"todo": True}])
+def test_d32_only_an_explicit_success_of_the_caches_reset_counts(answer: object) -> None:
+    async def run() -> None:
+        client = Client(sleep_s=0.0)
+        engine = host(client)
+        await engine.pause("wait")
+        client.reset = answer
+        with pytest.raises(LoadFailed, match="did not reset its prefix cache"):
+            await engine.publish(1)
 
     asyncio.run(run())
 
