@@ -133,7 +133,7 @@ def test_bad_input_to_a_node(options: dict[str, object], said: str) -> None:
         ("unix,tcp://[2001:db8::7]:7000", "tcp://[2001:db8::7]:7000"),
     ],
 )
-def test_where_an_engine_is_reached(listen: str, address: str) -> None:
+def test_c18_where_an_engine_is_reached_is_said_by_its_node_and_not_by_ray(listen: str, address: str) -> None:
     settings = Settings.load(listen=listen, engine_name="engine-3", socket_dir=Path("/run/x"))
     assert engine_address(settings) == address
 

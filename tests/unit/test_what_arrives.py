@@ -89,6 +89,24 @@ def test_d07_a_value_is_held_until_it_has_arrived(transport: str, strided: bool)
         assert same(arrived(transport, Source(values, poison=True), size), values), size
 
 
+@TRANSPORTS
+def test_d10_no_byte_goes_over_the_link_that_the_engine_does_not_need(transport: str) -> None:
+    """A float32 trainer and a bfloat16 engine: half the bytes travel, and what was cast is said."""
+    values = {f"w{n}": torch.randn(64, 48) for n in range(5)}
+    wanted = [
+        Wanted(meta=ParamMeta(name=n, dtype="bfloat16", shape=tuple(v.shape)), source=n) for n, v in values.items()
+    ]
+    total = sum(value.nbytes for value in values.values())
+    sender = make_sender(transport, bucket_bytes=4096)
+    with served() as (link, versions, _):
+        manifest, (staged,) = sender.stage(Source(values), wanted, [link], session=SESSION, version=1, wait_s=5)
+        found = {name: view.clone() for name, view in versions.found[SESSION].views()}
+    assert (manifest.payload_bytes, sender.cast_bytes) == (total // 2, total)
+    assert staged.digests_equal == len(values)
+    assert all(torch.equal(found[name], value.bfloat16()) for name, value in values.items())
+    sender.close()
+
+
 def test_d54_a_last_message_without_tensors_ends_a_version_and_one_without_an_end_is_none() -> None:
     ready = BucketReady(session=SESSION, first=0, digests=(digest(bytes(64)),))
     empty = BucketReady(session=SESSION, first=1, digests=())
