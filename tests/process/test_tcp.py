@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -330,6 +331,34 @@ def test_a_workers_port_follows_that_of_the_control_endpoint(
     with closing(EngineClient.connect(str(address), settings=client_settings(pod))) as client:
         assert client.info.workers[0].port == address.port + 1
     assert address_of(engine) == str(address)
+
+
+BESIDE = """
+import json, time
+from syncstack.facts import route_to
+from syncstack.wire import tcp
+from syncstack.wire.link import Link
+from syncstack.wire.tcp import Address
+with tcp.listen(Address("10.9.0.1", 0)) as listener:
+    with Link(tcp.connect(tcp.address_of(listener), deadline=time.monotonic() + 5)) as ours:
+        with Link(listener.accept()[0]) as theirs:
+            hosts = [ours.local_host, theirs.local_host]
+route = route_to("10.9.0.7")
+print(json.dumps([hosts, route.interface, route.source]))
+"""
+
+
+def test_c16_a_group_meets_where_its_links_run_and_not_on_dockers_bridge() -> None:
+    """A namespace with a loopback, a docker0 that comes first, and the interface that leads to the peer."""
+    network = (
+        "ip link set lo up && ip link add docker0 type bridge && ip addr add 172.17.0.1/16 dev docker0"
+        " && ip link set docker0 up && ip link add eth9 type bridge && ip addr add 10.9.0.1/24 dev eth9"
+        " && ip link set eth9 up"
+    )
+    needs(["unshare", "--net", "sh", "-c", network + ' && exec "$0"'])
+    argv = ["unshare", "--net", "sh", "-c", network + ' && exec "$@"', "sh", sys.executable, "-c", BESIDE]
+    found = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert json.loads(found) == [["10.9.0.1", "10.9.0.1"], "eth9", "10.9.0.1"]
 
 
 def test_vllms_server_inherits_the_socket_that_was_opened_for_it(
