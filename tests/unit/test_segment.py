@@ -96,6 +96,22 @@ def test_a_write_during_the_load_is_seen() -> None:
         list(version.views())
 
 
+def test_d49_a_flag_that_is_left_from_the_version_before_vouches_for_nothing() -> None:
+    """The bytes may be right by chance: they are the last version's. The flag is a number, apart from the data."""
+    segment = SenderSegment(64)
+    staged(segment)
+    coming = segment.generation + 2
+    version = HostFdReceiver().open(offer(segment, coming), [segment.fd])
+    version.read_bucket(BucketReady(session="s" * 8, first=0, digests=(digest(bytes(range(64))),)))
+    with pytest.raises(TransportError, match=rf"observed: generation {coming - 2}; expected: generation {coming}"):
+        version.check_unchanged()
+    segment.begin_write()  # as it is while the bytes are being written
+    with pytest.raises(TransportError, match=rf"observed: generation {coming - 1}; expected: generation {coming}"):
+        version.check_unchanged()
+    segment.end_write()
+    version.check_unchanged()
+
+
 def test_a_wrong_digest_names_the_tensor_and_nothing_can_be_loaded() -> None:
     segment = SenderSegment(64)
     generation = segment.begin_write()

@@ -71,7 +71,7 @@ def test_a_large_message_is_sent_in_parts() -> None:
         (struct.pack("!2sHI", b"sy", PROTOCOL_VERSION, 1) + b"\x80", "known message"),
     ],
 )
-def test_foreign_bytes_are_a_typed_error(raw: bytes, match: str) -> None:
+def test_c05_foreign_bytes_and_another_protocol_are_a_typed_error_at_once(raw: bytes, match: str) -> None:
     link, peer = pair()
     with link, peer:
         peer.sendall(raw)
