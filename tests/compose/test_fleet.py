@@ -15,7 +15,8 @@ import pytest
 
 from tests.compose.stack import ROOT, check, inspect, read_report
 
-STEPS = 16
+STEPS = 30
+"""Enough for an engine to come back meanwhile: its node, its actor, a vLLM that loads on two cores that train."""
 VICTIM = "engine-1"
 REQUEST = {"model": "/models/smollm2-135m-instruct", "prompt": [1, 2, 3], "max_tokens": 1}
 
