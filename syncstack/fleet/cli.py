@@ -13,7 +13,7 @@ import typer
 
 from syncstack.errors import UsageError
 from syncstack.fleet.join import beside, prepare
-from syncstack.fleet.node import Role, ray_environment
+from syncstack.fleet.node import ROLES, Role, ray_environment
 from syncstack.fleet.placement import Layout
 from syncstack.settings import Settings
 from syncstack.wire.tcp import Address
@@ -89,7 +89,7 @@ def launch(
         engines=engines,
         engine_command=tuple(shlex.split(engine)),
         trainer_command=tuple(command),
-        trainer="trainer" if here else None,
+        trainer=own.node.name if own else None,
         wait_s=wait,
         stay=stay,
     )
@@ -113,11 +113,10 @@ def _layout(name: str) -> Layout:
 
 
 def _roles(names: list[str]) -> tuple[Role, ...]:
-    known: tuple[Role, ...] = ("trainer", "engine", "driver")
-    unknown = sorted(set(names) - set(known))
+    unknown = sorted(set(names) - set(ROLES))
     if unknown:
-        raise UsageError(f"no such role: {', '.join(unknown)}", expected=", ".join(known))
-    return tuple(role for role in known if role in names)
+        raise UsageError(f"no such role: {', '.join(unknown)}", expected=", ".join(ROLES))
+    return tuple(role for role in ROLES if role in names)
 
 
 def _cluster(text: str | None, option: str) -> Address:

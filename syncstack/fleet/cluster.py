@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from syncstack.errors import DeadlineExceeded, EngineUnreachable, SyncstackError, UsageError
 from syncstack.fleet.host import Host
 from syncstack.fleet.node import LABEL
-from syncstack.fleet.placement import Layout, NodeInfo, Placement, choose, node_info
+from syncstack.fleet.placement import Layout, NodeInfo, Placement, actor_name, choose, node_info
 from syncstack.wire import tcp
 from syncstack.wire.tcp import Address
 
@@ -110,7 +110,7 @@ class Placed:
             if not self._group.wait(PLACE_S):
                 raise DeadlineExceeded(f"the cluster did not reserve its nodes within {PLACE_S:g} s")
             for index, (role, name) in enumerate(zip(roles, names, strict=True)):
-                self.hosts.append(_actor(self._group, index, role, f"{role}:{name}", lifetime))
+                self.hosts.append(_actor(self._group, index, role, actor_name(role, name), lifetime))
         except BaseException:
             self.close()
             raise

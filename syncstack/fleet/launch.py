@@ -12,7 +12,7 @@ import msgspec
 from syncstack.errors import EngineUnreachable, SyncstackError
 from syncstack.fleet import cluster
 from syncstack.fleet.node import ray_environment
-from syncstack.fleet.placement import FleetSpec, Layout, Placement
+from syncstack.fleet.placement import FleetSpec, Layout, Placement, actor_name
 
 POLL_S = 0.3
 ASK_S = 60.0
@@ -59,7 +59,7 @@ def launch(job: Job) -> int:
 def _start(trainer: Any, job: Job, placement: Placement) -> None:
     spec = FleetSpec(
         cluster=job.cluster,
-        engines=tuple(f"engine:{name}" for name in placement.engines),
+        engines=tuple(actor_name("engine", name) for name in placement.engines),
         command=job.engine_command,
         stay=job.stay,
     )
@@ -73,9 +73,7 @@ def _follow(trainer: Any) -> int:
     try:
         while True:
             code = cluster.ask(trainer, "status", wait_s=ASK_S)
-            while more := cluster.ask(trainer, "read", offset, wait_s=ASK_S):
-                offset += len(more)
-                _print(more)
+            offset = _pass_on(trainer, offset)
             if code is not None:
                 return int(code) if code >= 0 else 128 - code
             time.sleep(POLL_S)
@@ -98,11 +96,15 @@ def _end(trainer: Any, offset: int) -> None:
         cluster.ask(trainer, "signal", signal.SIGTERM, wait_s=ASK_S)
         while cluster.ask(trainer, "status", wait_s=ASK_S) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        _print(cluster.ask(trainer, "read", offset, wait_s=ASK_S))
+        _pass_on(trainer, offset)
     except SyncstackError as error:
         sys.stderr.write(f"the trainer was not asked to end: {error}\n")
 
 
-def _print(output: bytes) -> None:
-    sys.stdout.buffer.write(output)
-    sys.stdout.buffer.flush()
+def _pass_on(trainer: Any, offset: int) -> int:
+    """Print what the trainer has written from ``offset`` on; returns where that ends."""
+    while more := cluster.ask(trainer, "read", offset, wait_s=ASK_S):
+        offset += len(more)
+        sys.stdout.buffer.write(more)
+        sys.stdout.buffer.flush()
+    return offset

@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 
@@ -20,6 +20,7 @@ from syncstack.wire.ports import Band, take
 from syncstack.wire.tcp import Address, listen_if_free
 
 Role = Literal["trainer", "engine", "driver"]
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 LABEL: Final = "syncstack.io/"
 """Before the names of a node's labels: ``name``, and ``host``, the boot id of the machine under the container."""

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from syncstack.errors import UsageError
+from syncstack.fleet.node import ROLES
 
 Layout = Literal["colocated", "disagg"]
 
@@ -37,6 +38,11 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What each of them runs."""
     stay: bool = False
     """Whether the engines go on serving when the trainer has ended."""
+
+
+def actor_name(role: str, node: str) -> str:
+    """Of the actor that holds a node's process."""
+    return f"{role}:{node}"
 
 
 def choose(nodes: Sequence[NodeInfo], layout: Layout, engines: int, trainer: str | None = None) -> Placement:
@@ -77,5 +83,5 @@ def node_info(labels: Mapping[str, str], prefix: str, free: Iterable[str]) -> No
     name = labels.get(prefix + "name")
     if name is None:
         return None
-    roles = frozenset(free) & {"trainer", "engine", "driver"}
+    roles = frozenset(free) & frozenset(ROLES)
     return NodeInfo(name=name, host=labels.get(prefix + "host", ""), free=roles)

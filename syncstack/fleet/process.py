@@ -32,7 +32,6 @@ class GroupProcess:
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._tie = -1
-        self._how = ""
 
     @property
     def pid(self) -> int | None:
@@ -59,7 +58,6 @@ class GroupProcess:
             raise
         finally:
             os.close(theirs)
-        self._how = ""
 
     def status(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs. Does not reap it."""
@@ -83,8 +81,7 @@ class GroupProcess:
         status = self.status()
         if status is None:
             return ""
-        self._how = self._how or f"its process {'was ended by signal' if status < 0 else 'ended with'} {abs(status)}"
-        return self._how
+        return f"its process {'was ended by signal' if status < 0 else 'ended with'} {abs(status)}"
 
     def signal(self, number: int) -> None:
         """Send a signal to all of it."""
@@ -97,7 +94,6 @@ class GroupProcess:
         until they have ended; raises DeadlineExceeded."""
         if self._process is None or self._process.returncode is not None:
             return
-        self.ended()  # how it did by itself, if it did
         self.signal(signal.SIGKILL)  # its workers too, where it itself has ended already
         deadline = time.monotonic() + KILL_S
         while left := alive_in(self._process.pid):  # the memory of a GPU and a port are free when the last has ended

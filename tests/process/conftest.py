@@ -84,6 +84,30 @@ def environment(socket_dir: Path) -> dict[str, str]:
     }
 
 
+def complete(url: str, timeout: float) -> httpx.Response:
+    """Have an engine complete a fixed prompt greedily."""
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 4}
+    return httpx.post(url + "/v1/completions", json=body, timeout=timeout, follow_redirects=True)
+
+
+def served(url: str, known: Mapping[int, Sequence[float]]) -> int | None:
+    """The version that an engine answers with, None if it refuses or is not there. Its answer must be that version's
+    own; ``known``: what each version that was sent answers."""
+    try:
+        found = complete(url, 5)
+    except httpx.HTTPError:
+        return None
+    if found.status_code == 503:
+        return None
+    assert found.status_code == 200, found.text
+    version = int(found.headers["x-syncstack-version"])
+    assert version in known, "a version that was never sent"
+    scores = found.json()["choices"][0]["logprobs"]["token_logprobs"]
+    worst = max(abs(a - b) for a, b in zip(scores, known[version], strict=True))
+    assert worst < 1e-4, f"{url} answers as version {version} with other weights: {worst}"
+    return version
+
+
 class Engine:
     """A reference engine in its own process (and process group). ``wrap`` goes before its command line."""
 
@@ -141,12 +165,7 @@ class Engine:
 
     def complete(self, timeout: float = 30) -> httpx.Response:
         """Greedy log-probabilities of a fixed prompt."""
-        return httpx.post(
-            self.url + "/v1/completions",
-            json={"prompt": [5, 6, 7, 8], "max_tokens": 4},
-            timeout=timeout,
-            follow_redirects=True,
-        )
+        return complete(self.url, timeout)
 
     def logprobs(self) -> list[float]:
         response = self.complete()

@@ -12,11 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from syncstack import EngineClient, Settings
 from syncstack.refit.state import StateReport
-from tests.process.conftest import REPO, Engine, environment, free_port, profile_path
+from tests.process.conftest import REPO, Engine, environment, free_port, profile_path, served
 from tests.process.warm import Warm, WarmProcess
 
 TOKEN = "0123456789abcdef" * 4
@@ -187,20 +185,7 @@ class Fleet:
 
     def served(self, name: str) -> int | None:
         """The version that an engine answers with, None if it refuses. Its answer must be that version's own."""
-        try:
-            found = self.members[name].engine.complete(timeout=5)
-        except httpx.HTTPError:
-            return None
-        if found.status_code == 503:
-            return None
-        assert found.status_code == 200, found.text
-        version = int(found.headers["x-syncstack-version"])
-        assert version <= self.version, "a version that was never sent"
-        scores = found.json()["choices"][0]["logprobs"]["token_logprobs"]
-        wanted = self.logprobs[version]
-        worst = max(abs(a - b) for a, b in zip(scores, wanted, strict=True))
-        assert worst < 1e-4, f"{name} answers as version {version} with other weights: {worst}"
-        return version
+        return served(self.members[name].engine.url, self.logprobs)
 
     def stop_trainer(self) -> None:
         if self.trainer.poll() is None:

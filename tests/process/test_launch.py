@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from syncstack.facts.network import interfaces
-from tests.process.conftest import REPO, environment, free_port, under
+from tests.process.conftest import REPO, environment, free_port, served, under
 from tests.process.fleet import DEADLINES, TOKEN, two_ports
 
 pytestmark = pytest.mark.timeout(300)
@@ -88,8 +87,8 @@ class Node:
 class Cluster:
     """A head, where a trainer may be placed as well, and two nodes for engines."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
         self.address = own_address()
         self.head = f"{self.address}:{free_port()}"
         join = ["--join", self.head]
@@ -108,7 +107,7 @@ class Cluster:
 
     def launch(self, trainer: list[str], *options: str, token: str = TOKEN) -> subprocess.Popen[str]:
         # Each engine's port is its node's; the command is one for all of them.
-        command = [*SYNCSTACK, "engine", "reference", "--model", str(MODEL[0]), "--host", self.address]
+        command = [*SYNCSTACK, "engine", "reference", "--model", str(self.model), "--host", self.address]
         engine = f"sh -c 'exec {' '.join(command)} --port $TEST_PORT'"
         argv = [*SYNCSTACK, "launch", "--join", self.head, "--engine", engine, *options, "--", *trainer]
         with (self.folder / "launch.log").open("ab") as log:
@@ -122,18 +121,14 @@ class Cluster:
             node.kill()
 
 
-MODEL: list[Path] = []
-
-
 class Launched:
     """The trainer that was placed, and what it says."""
 
-    def __init__(self, cluster: Cluster, model: Path) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.fifo = cluster.folder / "lines"
         os.mkfifo(self.fifo)
-        MODEL[:] = [model]
-        trainer = [sys.executable, "-m", "tests.process.launched_trainer", str(self.fifo), str(model)]
+        trainer = [sys.executable, "-m", "tests.process.launched_trainer", str(self.fifo), str(cluster.model)]
         self.process = cluster.launch(trainer, "--engines", "2", "--layout", "disagg")
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -187,19 +182,12 @@ class Launched:
         return self.until(name, lambda state, version: (state, version) == ("healthy", self.version))
 
     def served(self, name: str) -> int | None:
-        body = {"prompt": [5, 6, 7, 8], "max_tokens": 4}
-        found = httpx.post(self.urls[name] + "/v1/completions", json=body, timeout=5)
-        if found.status_code == 503:
-            return None
-        version = int(found.headers["x-syncstack-version"])
-        scores = found.json()["choices"][0]["logprobs"]["token_logprobs"]
-        assert max(abs(a - b) for a, b in zip(scores, self.logprobs[version], strict=True)) < 1e-4
-        return version
+        return served(self.urls[name], self.logprobs)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("cluster"))
+def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("cluster"), model)
     yield made
     made.close()
 
@@ -207,7 +195,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def stranger(cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
     """Somebody with another token, from the beginning: Ray takes its time to give up."""
-    MODEL[:] = [Path("/nowhere")]
     process = cluster.launch(["true"], token="f" * 32)
     yield process
     process.kill()
@@ -215,8 +202,8 @@ def stranger(cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="module")
-def launched(cluster: Cluster, stranger: object, model: Path) -> Iterator[Launched]:
-    made = Launched(cluster, model)
+def launched(cluster: Cluster, stranger: object) -> Iterator[Launched]:
+    made = Launched(cluster)
     try:
         made.begin()
         yield made

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -22,7 +21,7 @@ from syncstack.fleet.fleet import Fleet
 from syncstack.fleet.process import alive_in
 from syncstack.fleet.states import EngineState, Policy, State
 from syncstack.fleet.supervised import EngineProcess
-from tests.process.conftest import environment, free_port, under
+from tests.process.conftest import environment, free_port, served, under
 from tests.process.fleet import DEADLINES, TOKEN, two_ports
 from tests.process.trainer import change, logprobs
 
@@ -87,17 +86,7 @@ class Trained:
 
     def served(self, name: str) -> int | None:
         """The version with whose weights an engine answers; None where it refuses or is not there."""
-        body = {"prompt": [5, 6, 7, 8], "max_tokens": 4}
-        try:
-            found = httpx.post(self.engines[name].url + "/v1/completions", json=body, timeout=5)
-        except httpx.HTTPError:
-            return None
-        if found.status_code == 503:
-            return None
-        version = int(found.headers["x-syncstack-version"])
-        scores = found.json()["choices"][0]["logprobs"]["token_logprobs"]
-        assert max(abs(a - b) for a, b in zip(scores, self.logprobs[version], strict=True)) < 1e-4
-        return version
+        return served(self.engines[name].url, self.logprobs)
 
 
 @pytest.fixture(scope="module")

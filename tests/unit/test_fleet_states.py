@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from syncstack.fleet.states import EngineRecord, Policy, State
+from syncstack.settings import Settings
 
 POLICY = Policy(
     first_wait_s=30, interval_s=1, misses=3, backoff_s=2, backoff_max_s=8, restarts=3, window_s=100, start_tries=9
@@ -179,3 +180,7 @@ def test_a_node_that_is_away_for_long_costs_no_restart() -> None:
     assert not record.lost
     record.restarting(202.0)
     assert record.restarts == 1
+
+
+def test_the_policy_of_no_settings_is_the_default() -> None:
+    assert Policy.of(Settings.load()) == Policy()
