@@ -39,7 +39,7 @@ def start(
         "TRITON_CACHE_DIR": str(home / "triton"),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONFAULTHANDLER": "1",
-        "SYNCSTACK_ENGINE_READY_S": "110",
+        "SYNCSTACK_ENGINE_READY_S": "240",
         **(env or {}),
     }
     command = [*(APART if apart else ()), *POWERLESS, sys.executable, *arguments]

@@ -46,7 +46,9 @@ class DriverRegistrar:
         self._flags = driver.CU_MEMHOSTREGISTER_PORTABLE
         if read_only:
             self._flags |= driver.CU_MEMHOSTREGISTER_READ_ONLY
-        code, device = driver.cuDeviceGet(index)
+        (code,) = driver.cuInit(0)  # torch does it at its first use of a GPU, which may be later than ours
+        if not int(code):
+            code, device = driver.cuDeviceGet(index)
         if not int(code):
             code, self._context = driver.cuDevicePrimaryCtxRetain(device)
         if int(code):

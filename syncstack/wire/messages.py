@@ -217,11 +217,16 @@ class Cast(_Message, frozen=True, kw_only=True):
 
 
 class BucketReady(_Message, frozen=True, kw_only=True):
-    """Tensors ``first .. first + len(digests)`` of the offer are readable; their digests as the sender read them."""
+    """Tensors ``first .. first + len(digests)`` of the offer are readable; their digests as the sender read them.
+
+    ``readable`` is how many bytes of the data area, from its beginning, are readable beyond those: a receiver may begin
+    to read a large tensor before its end is there. 0: nothing is said of it.
+    """
 
     session: Token
     first: Count
     digests: Annotated[tuple[U64, ...], Meta(max_length=1 << 20)]
+    readable: Count = 0
 
 
 class StageEnd(_Message, frozen=True, kw_only=True):

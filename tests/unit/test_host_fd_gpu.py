@@ -7,12 +7,14 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from syncstack.errors import DigestMismatch
 from syncstack.transports.endpoint import WorkerEndpoint
+from syncstack.transports.host_fd.d2h import STEP_BYTES
 from syncstack.transports.host_fd.receiver import VersionByGpu
 from syncstack.transports.host_fd.sender import HostFdSender
 from syncstack.transports.order import await_done, mark
@@ -21,6 +23,7 @@ from syncstack.weights.manifest import resolve
 from syncstack.weights.source import ModuleSource
 from syncstack.wire import unix
 from syncstack.wire.link import Link, greet
+from syncstack.wire.messages import BucketReady, Message
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,6 +73,26 @@ def test_every_bit_arrives_through_page_locked_memory(pair: Pair) -> None:
     assert pair.sender.unpinned == ""
     for name, parameter in module.named_parameters():
         assert torch.equal(found[name], parameter.cpu())
+
+
+def test_the_worker_reads_a_large_tensor_before_its_end_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, told = Pair(tmp_path), list[int]()
+    send = Link.send
+
+    def seen(link: Link, message: Message, **options: Any) -> None:
+        told.extend([message.readable] if isinstance(message, BucketReady) and message.readable else ())
+        send(link, message, **options)
+
+    monkeypatch.setattr(Link, "send", seen)
+    module = weights((3, 5), (100 << 20,), (70_000,))  # 200 MiB between small ones
+    version = pair.stage(module)
+    slot = version.tensors[1]
+    assert told == [slot.offset + min(reached * STEP_BYTES, slot.nbytes) for reached in (1, 2, 3, 4)]
+    assert torch.equal(dict(version.views())["1"], module[1].cpu())
+    version.check_again()
+    pair.close()
 
 
 def test_a24_a_kernel_that_is_late_is_waited_for(pair: Pair) -> None:

@@ -6,7 +6,7 @@ are made beside them, at the speed of the GPU's memory. Of several GPUs each has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -22,6 +22,11 @@ Write = Callable[[TensorSlot, torch.Tensor], str]
 
 Place = Callable[[TensorSlot], torch.Tensor]
 """The host memory, page-locked if it can be, of a tensor's dtype and shape, that its values go to."""
+
+
+STEP_BYTES = 64 << 20
+"""What is copied of a large tensor before a reader is told. An embedding is the first tensor of most models, and a
+tenth of some."""
 
 
 class _Device:
@@ -41,6 +46,7 @@ class LeavingBucket:
         self._digests = dict[int, str]()
         self._pending = list[tuple[list[int], PendingDigests, torch.cuda.Event]]()
         self._held = list[torch.Tensor]()
+        self._steps = list[tuple[int, torch.cuda.Event]]()
 
     def add(self, number: int, digest: str) -> None:
         """One that is there already."""
@@ -53,12 +59,30 @@ class LeavingBucket:
         with torch.cuda.device(values[0].device):
             device.copies.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(device.copies):
-                for value, place in zip(values, places, strict=True):
-                    place.copy_(value, non_blocking=True)
-                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                done.record()
+                for number, value, place in zip(numbers, values, places, strict=True):
+                    self._copy(self._slots[number].offset, value.view(-1), place.view(-1))
+                done = _recorded()
             self._pending.append((numbers, device.hasher.start(values), done))
         self._held += [*values, *places]
+
+    def _copy(self, offset: int, value: torch.Tensor, place: torch.Tensor) -> None:
+        """One tensor, flat; a large one in steps, so that a reader need not wait for its end."""
+        numel = STEP_BYTES // value.element_size()
+        for low in range(0, len(value), numel):
+            part = place[low : low + numel]
+            part.copy_(value[low : low + numel], non_blocking=True)
+            if len(value) > numel:
+                self._steps.append((offset + low * value.element_size() + part.nbytes, _recorded()))
+
+    def steps(self, *, deadline: float) -> Iterator[int]:
+        """As large tensors come: how many bytes of the data area, from its beginning, are there once the buckets before
+        this one are. Nothing where the bucket is of several GPUs, whose copies come in no order. Raises
+        DeadlineExceeded."""
+        if len(self._pending) > 1:
+            return
+        for readable, done in self._steps:
+            await_event(done, deadline=deadline, late=self._late)
+            yield readable
 
     def wait(self, *, deadline: float) -> list[tuple[TensorSlot, str]]:
         """Every slot with its digest, once all bytes are there. Raises DeadlineExceeded."""
@@ -104,6 +128,12 @@ class LeavingGpu:
         """Block until nothing is copied any more: the places may be unmapped then."""
         for device in self._devices.values():
             device.copies.synchronize()
+
+
+def _recorded() -> torch.cuda.Event:
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    return done
 
 
 def _as_it_travels(slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:

@@ -104,13 +104,15 @@ class ArrivingOnGpu:
         """Another version, or the same once more."""
         self._next = 0
 
-    def advance(self, announced: int) -> None:
-        """Start on what the first ``announced`` tensors complete; does not wait for the device. Raises LinkLost after
-        ``close``."""
+    def advance(self, announced: int, readable: int = 0) -> None:
+        """Start on what the first ``announced`` tensors complete, or the first ``readable`` bytes. Does not wait for
+        the device. Raises LinkLost after ``close``."""
         with self._lock, torch.cuda.device(self._device):
             if self._closed:
                 raise LinkLost("this version's memory was given back")
-            while self._next < len(self._pieces) and self._pieces[self._next].needs <= announced:
+            for piece in self._pieces[self._next :]:
+                if piece.needs > announced and piece.high > readable:
+                    break
                 self._start(self._next)
                 self._next += 1
 

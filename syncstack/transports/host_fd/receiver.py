@@ -106,7 +106,7 @@ class VersionByGpu(StagedVersion):
         """See StagedVersion. What differs is known by ``finish_staging``."""
         self.announced(bucket, after=len(self._expected))
         self._expected += bucket.digests
-        self._arriving.advance(len(self._expected))
+        self._arriving.advance(len(self._expected), bucket.readable)
 
     def finish_staging(self) -> Staged:
         """See StagedVersion."""

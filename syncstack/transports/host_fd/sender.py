@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,8 +38,15 @@ GPU_BUCKET_BYTES = 64 << 20
 BUCKETS_AHEAD = 2
 """Buckets of a GPU that are on their way beside the one that is waited for."""
 
-Bucket = tuple[int, list[tuple[TensorSlot, str]]]
-"""Index of the first tensor, and each with its digest."""
+
+class Written(NamedTuple):
+    """What is to be announced."""
+
+    first: int
+    tensors: Sequence[tuple[TensorSlot, str]]
+    """Each with its digest."""
+    readable: int = 0
+    """See BucketReady."""
 
 
 class HostFdSender:
@@ -112,45 +120,50 @@ class HostFdSender:
         manifest: Manifest,
         stop: threading.Event,
         wait_s: float,
-    ) -> Iterator[Bucket]:
+    ) -> Iterator[Written]:
         """Write every bucket, by this host's cores or by the GPU that holds the weights; yields it when it is there."""
         example = example_of(source)
         if example is None or example.device.type != "cuda":
-            return self._reader.buckets(source, wanted, manifest, partial(_write, segment), stop)
+            buckets = self._reader.buckets(source, wanted, manifest, partial(_write, segment), stop)
+            return (Written(first, tensors) for first, tensors in buckets)
         segment.pin(partial(DriverRegistrar, example.device.index))
         groups = self._reader.grouped(source, wanted, manifest, stop, least_bytes=GPU_BUCKET_BYTES)
         return self._from_gpu(segment, groups, wait_s)
 
-    def _from_gpu(self, segment: SenderSegment, groups: Iterator[tuple[int, Run]], wait_s: float) -> Iterator[Bucket]:
+    def _from_gpu(self, segment: SenderSegment, groups: Iterator[tuple[int, Run]], wait_s: float) -> Iterator[Written]:
         """A bucket is copied while the next is asked for."""
         leaving: deque[tuple[int, LeavingBucket]] = deque()
 
-        def left() -> Bucket:
+        def left() -> Iterator[Written]:
             first, bucket = leaving.popleft()
-            return first, bucket.wait(deadline=time.monotonic() + wait_s)
+            deadline = time.monotonic() + wait_s
+            for readable in bucket.steps(deadline=deadline):
+                yield Written(first, (), readable)
+            yield Written(first, bucket.wait(deadline=deadline))
 
         try:
             for first, values in groups:
                 leaving.append((first, self._gpu.start(values, partial(_place, segment), partial(_write, segment))))
                 if len(leaving) > BUCKETS_AHEAD:
-                    yield left()
+                    yield from left()
             while leaving:
-                yield left()
+                yield from left()
         finally:
             self._gpu.settle()
 
     def _send(
         self,
         segment: SenderSegment,
-        buckets: Iterator[Bucket],
+        buckets: Iterator[Written],
         links: Sequence[Link],
         session: str,
         wait_s: float,
     ) -> None:
         """Tell every worker of each bucket as it is filled, and then that there are no more."""
         begin = time.perf_counter()
-        for first, written in buckets:
-            bucket = BucketReady(session=session, first=first, digests=tuple(found for _, found in written))
+        for written in buckets:
+            digests = tuple(found for _, found in written.tensors)
+            bucket = BucketReady(session=session, first=written.first, digests=digests, readable=written.readable)
             for link in links:
                 link.send(bucket, deadline=time.monotonic() + wait_s)
         segment.end_write()
