@@ -12,8 +12,9 @@ from typing import Literal
 import pytest
 import torch
 
+from syncstack.engines.vllm import launch
 from syncstack.engines.vllm.direct import ATTENTION, NOTHING, computes_as_loaded
-from syncstack.engines.vllm.launch import command, environment
+from syncstack.engines.vllm.launch import check_plugin, command, environment
 from syncstack.engines.vllm.plugin import VllmHost
 from syncstack.engines.vllm.worker import SyncstackWorker, VllmLoader
 from syncstack.errors import LoadFailed, UsageError
@@ -269,3 +270,11 @@ def test_a_pause_that_is_given_up_is_not_waited_for_when_the_engine_resumes() ->
         assert client.calls == ["pause wait True", "resume"]
 
     asyncio.run(run())
+
+
+def test_a_package_without_its_metadata_is_refused_before_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with its folder on PYTHONPATH: vLLM would start without what answers a trainer, and say nothing."""
+    check_plugin()
+    monkeypatch.setattr(launch, "entry_points", lambda *, group: ())
+    with pytest.raises(UsageError, match=r"no entry point syncstack in vllm\.endpoint_plugins; .*was not started"):
+        check_plugin()
