@@ -361,6 +361,44 @@ def test_c16_a_group_meets_where_its_links_run_and_not_on_dockers_bridge() -> No
     assert json.loads(found) == [["10.9.0.1", "10.9.0.1"], "eth9", "10.9.0.1"]
 
 
+APART = """
+import ctypes, json, os, subprocess, time
+from syncstack.wire import tcp
+from syncstack.wire.link import Link
+from syncstack.wire.tcp import Address
+def ip(*arguments): subprocess.run(["ip", *arguments], check=True)
+apart, port = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    assert ctypes.CDLL(None).unshare(0x40000000) == 0  # CLONE_NEWNET
+    os.write(apart[1], b".")
+    number = int(os.read(port[0], 16))
+    ip("addr", "add", "10.9.1.2/30", "dev", "veth1")
+    ip("link", "set", "veth1", "up")
+    with Link(tcp.connect(Address("10.9.1.1", number), deadline=time.monotonic() + 10)) as link:
+        print(json.dumps(link.local_host), flush=True)
+    os._exit(0)
+os.read(apart[0], 1)
+ip("link", "set", "lo", "up")
+ip("link", "add", "veth0", "type", "veth", "peer", "name", "veth1", "netns", str(child))
+ip("addr", "add", "10.9.1.1/30", "dev", "veth0")
+ip("link", "set", "veth0", "up")
+with tcp.listen(Address("0.0.0.0", 0)) as listener:
+    os.write(port[1], str(tcp.address_of(listener).port).encode())
+    with Link(listener.accept()[0]) as link:
+        print(json.dumps(link.local_host), flush=True)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_c11_what_listens_everywhere_is_met_where_its_peer_came_to() -> None:
+    """Two network namespaces. No side says where it is reached: data links go to the host that was dialled, and the
+    members of a group meet at the addresses that their links have, so neither 0.0.0.0 nor 127.0.0.1 is ever told."""
+    argv = ["unshare", "--net", sys.executable, "-c", APART]
+    found = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert sorted(json.loads(line) for line in found.splitlines()) == ["10.9.1.1", "10.9.1.2"]
+
+
 def test_vllms_server_inherits_the_socket_that_was_opened_for_it(
     socket_dir: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
