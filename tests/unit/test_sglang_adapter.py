@@ -139,6 +139,25 @@ def test_pause_publish_and_resume(sglang: None) -> None:
     asyncio.run(run())
 
 
+def test_d34_a_new_version_number_aborts_no_request(sglang: None) -> None:
+    """SGLang 0.5.20's call for it aborts all of them unless it is told not to."""
+
+    class Newer(Manager):
+        running = 16
+
+        async def update_weight_version(self, request: Request) -> None:
+            self.version = request.__dict__["new_version"]
+            if request.__dict__.get("abort_all_requests", True):
+                self.running = 0
+
+    async def run() -> None:
+        manager = Newer()
+        await host(manager).publish(4)
+        assert (manager.version, manager.running) == ("4", 16)
+
+    asyncio.run(run())
+
+
 # --- the scheduler's side
 
 
