@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.compose.stack import ROOT, check, inspect, read_report
+from tests.compose.stack import ROOT, check, containers, inspect, read_report, run
 
 STEPS = 16
 VICTIM = "engine-1"
@@ -59,6 +59,8 @@ def training(project: str, tmp_path: Path) -> Iterator[Training]:
         yield made
     finally:
         made.close()
+        for name in containers(project):  # pytest shows it where the test failed; afterwards nobody can ask them
+            print(f"--- {name}\n{run('docker', 'logs', '--tail', '80', name).stdout}")
         check("make", "down", timeout_s=120, PROJECT=project)
 
 
