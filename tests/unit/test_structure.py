@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,15 @@ def test_only_the_edge_reads_the_environment() -> None:
         text = path.read_text()
         assert "os.environ" not in text, path
         assert "getenv" not in text, path
+
+
+def test_no_wait_is_measured_by_the_wall_clock() -> None:
+    """It jumps, when somebody sets it. These tell when something was; see also tests/process/test_clock.py."""
+    tells = {"refit/state.py", "run/recorder.py"}
+    reads = re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.(now|utcnow)\(|\bfrom time import")
+    for path in MODULES:
+        if str(path.relative_to(PACKAGE)) not in tells:
+            assert not reads.search(path.read_text()), path
 
 
 def test_files_and_functions_stay_short() -> None:
