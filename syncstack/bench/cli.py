@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from syncstack.errors import UsageError
+from syncstack.errors import HandleRefused, UsageError
 from syncstack.output import Output, OutputOption
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class PeerGroup(Enum):
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One way. ``ms`` is the median of all versions but the first; ``floor_ratio`` is the floor's time by this one's, 1
-    for the floor; ``failed`` says why there are no numbers."""
+    for the floor; ``failed`` says why there are no numbers, and ``refused`` that it is a way for other memory than
+    this: each of ``cuda_fd`` and ``cuda_ipc`` may be."""
 
     way: str
     whose: str
@@ -49,6 +50,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     equal: bool = False
     """Whether the receiver's weights were the sender's, to the bit, after the last version."""
     failed: str = ""
+    refused: bool = False
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +79,7 @@ def bench(
         typer.echo(msgspec.json.encode(document).decode())
     else:
         _print(document)
-    if any(row.failed for row in document.rows if row.whose == "syncstack"):
+    if any(row.failed and not row.refused for row in document.rows if row.whose == "syncstack"):
         raise typer.Exit(1)
 
 
@@ -153,7 +155,8 @@ def _row(way: str, whose: str, make: Maker, pair: Pair, rounds: int) -> Row:
             getattr(move, "close", lambda: None)()
         equal = whose != "floor" and pair.ask("digest") == pair.digest()
     except Exception as error:  # noqa: BLE001 - others' ways raise what they like, and the next one is wanted
-        return Row(way=way, whose=whose, failed=str(error) or type(error).__name__)
+        refused = isinstance(error, HandleRefused)
+        return Row(way=way, whose=whose, failed=str(error) or type(error).__name__, refused=refused)
     return Row(way=way, whose=whose, first_ms=seconds[0] * 1e3, ms=statistics.median(seconds[1:]) * 1e3, equal=equal)
 
 
@@ -172,12 +175,16 @@ def _print(document: Document) -> None:
     )  # fmt: skip
     for row in document.rows:
         if row.failed:
-            table.add_row(escape(row.way), Text(f"failed: {row.failed}", style="red"))
+            table.add_row(escape(row.way), Text("refused") if row.refused else Text("failed", style="red"))
             continue
         equal = "" if row.whose == "floor" else "yes" if row.equal else "NO"
         percent = f"{row.floor_ratio * 100:.0f}"
         table.add_row(escape(row.way), f"{row.first_ms:.1f}", f"{row.ms:.1f}", f"{row.gb_per_s:.2f}", percent, equal)
     console.print(table)
+    for row in document.rows:
+        if row.failed:
+            why = f"{row.way} {'refused' if row.refused else 'failed'}: {row.failed}"
+            console.print(why, soft_wrap=True, markup=False, highlight=False)
     console.print(
         "Each way ends when the receiver's own weights hold the version. syncstack has digested it on both sides "
         "before that and once more after the load; the others' ways do not look.",

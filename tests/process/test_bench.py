@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from syncstack.bench import cli
 from syncstack.bench.ways import Ours, Pair
 from syncstack.cli import app
-from syncstack.errors import UsageError
+from syncstack.errors import HandleRefused, UsageError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -74,7 +74,24 @@ def test_a_way_that_is_refused_is_a_row_and_the_next_one_works(pair: Pair, capsy
         peer_group="colocated", device="cpu", bytes=1, tensors=1, rounds=1, rows=(refused, unspeakable, ours)
     )
     cli._print(document)
-    assert "failed: TypeError" in capsys.readouterr().out
+    assert "refused failed: TypeError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("refused", "code"), [(True, 0), (False, 1)])
+def test_memory_that_is_not_a_ways_own_fails_nobodys_script(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, refused: bool, code: int
+) -> None:
+    """On a GPU with expandable segments every run has one: ``cuda_ipc``."""
+
+    def other(_: Pair) -> Callable[[], None]:
+        raise HandleRefused("no legacy handle") if refused else RuntimeError("no legacy handle")
+
+    row = cli._row("cuda_ipc", "syncstack", other, pair, 1)
+    document = cli.Document(peer_group="colocated", device="cpu", bytes=1, tensors=1, rounds=1, rows=(row,))
+    monkeypatch.setattr(cli, "_measured", lambda *_: document)
+    found = CliRunner().invoke(app, ["bench", "--peer-group", "colocated"])
+    assert found.exit_code == code
+    assert f"cuda_ipc {'refused' if refused else 'failed'}: no legacy handle" in found.output
 
 
 def test_a_receiver_that_ends_is_no_wait(tmp_path: Path) -> None:
