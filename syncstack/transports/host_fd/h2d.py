@@ -110,7 +110,8 @@ class ArrivingOnGpu:
         with self._lock, torch.cuda.device(self._device):
             if self._closed:
                 raise LinkLost("this version's memory was given back")
-            for piece in self._pieces[self._next :]:
+            while self._next < len(self._pieces):
+                piece = self._pieces[self._next]
                 if piece.needs > announced and piece.high > readable:
                     break
                 self._start(self._next)
