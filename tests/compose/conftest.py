@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.compose.stack import LAYOUTS, ROOT, STARTED, Stack, check, free_port, run
+from tests.compose.stack import LAYOUTS, ROOT, STARTED, Stack, check, run
+from tests.ports import free_port
 
 PROJECT = f"syncstack-test-{os.getpid()}"
 UP_DEADLINE_S = 1200

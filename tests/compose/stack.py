@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,14 +53,6 @@ def read_report(out: Path) -> dict[str, Any]:
     (path,) = out.glob("*/report.json")
     report: dict[str, Any] = json.loads(path.read_bytes())
     return report
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def run(*command: str, timeout_s: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:

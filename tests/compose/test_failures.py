@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose.stack import ROOT, containers, free_port, run
+from tests.compose.stack import ROOT, containers, run
+from tests.ports import free_port
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.ports import free_port
 from tests.process.warm import Warm, WarmProcess
 
 REPO = Path(__file__).parents[2]
@@ -188,15 +189,6 @@ def socket_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     return folder
-
-
-def free_port() -> int:
-    """A port for a server that is about to start in another process; nothing else listens in these tests."""
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 
 from syncstack import EngineClient, Settings
 from syncstack.refit.state import StateReport
-from tests.process.conftest import REPO, Engine, environment, free_port, profile_path, served
+from tests.ports import free_port
+from tests.process.conftest import REPO, Engine, environment, profile_path, served
 from tests.process.warm import Warm, WarmProcess
 
 TOKEN = "0123456789abcdef" * 4
@@ -27,24 +27,12 @@ DEADLINES = {
 }  # fmt: skip
 
 
-def two_ports() -> int:
-    """A port that is free together with the next one."""
-    while True:
-        port = free_port()
-        with socket.socket() as sock:
-            try:
-                sock.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-        return port
-
-
 class Member:
     """One engine: its process, and what it is asked."""
 
     def __init__(self, folder: Path, model: Path, warm: Warm, name: str) -> None:
         self.name = name
-        self.port = two_ports()
+        self.port = free_port()
         self.hold_file = folder / f"{name}.hold"
         self.address = f"tcp://127.0.0.1:{self.port}"
         self._where = folder, model, warm

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.conftest import REPO, free_port
+from tests.ports import free_port
+from tests.process.conftest import REPO
 from tests.process.test_refit import StartEngine
 
 TOKEN = "a token of at least sixteen bytes"

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from syncstack.facts.network import interfaces
-from tests.process.conftest import REPO, environment, free_port, served, under
-from tests.process.fleet import DEADLINES, TOKEN, two_ports
+from tests.ports import free_port
+from tests.process.conftest import REPO, environment, served, under
+from tests.process.fleet import DEADLINES, TOKEN
 
 pytestmark = pytest.mark.timeout(300)
 WATCHDOG_S = 150.0
@@ -98,7 +99,7 @@ class Cluster:
         for name in BOTH:
             port = free_port()
             env = {
-                "SYNCSTACK_LISTEN": f"tcp://{self.address}:{two_ports()}",
+                "SYNCSTACK_LISTEN": f"tcp://{self.address}:{free_port()}",
                 "SYNCSTACK_ENGINE_URL": f"http://{self.address}:{port}",
                 "SYNCSTACK_WAIT_FOR_REFIT": "true",
                 "TEST_PORT": str(port),

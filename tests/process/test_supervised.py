@@ -21,8 +21,9 @@ from syncstack.fleet.fleet import Fleet
 from syncstack.fleet.process import alive_in
 from syncstack.fleet.states import EngineState, Policy, State
 from syncstack.fleet.supervised import EngineProcess
-from tests.process.conftest import environment, free_port, served, under
-from tests.process.fleet import DEADLINES, TOKEN, two_ports
+from tests.ports import free_port
+from tests.process.conftest import environment, served, under
+from tests.process.fleet import DEADLINES, TOKEN
 from tests.process.trainer import change, logprobs
 
 POLICY = Policy(first_wait_s=60, interval_s=0.2, timeout_s=2, misses=3, backoff_s=0.1, restarts=5)
@@ -31,7 +32,7 @@ BOTH = {"engine-0", "engine-1"}
 
 
 def make_engine(folder: Path, model: Path, name: str, command: list[str] | None = None) -> EngineProcess:
-    port, address = free_port(), f"tcp://127.0.0.1:{two_ports()}"
+    port, address = free_port(), f"tcp://127.0.0.1:{free_port()}"
     argv = [sys.executable, "-m", "syncstack.cli", "engine", "reference", "--model", str(model)]
     env = {
         **environment(folder), **DEADLINES, "SYNCSTACK_LISTEN": address, "SYNCSTACK_TOKEN": TOKEN,

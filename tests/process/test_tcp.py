@@ -24,7 +24,8 @@ from syncstack.plan import Choice
 from syncstack.refit.state import Step
 from syncstack.wire import tcp, unix
 from syncstack.wire.tcp import Address
-from tests.process.conftest import Engine, free_port
+from tests.ports import free_port
+from tests.process.conftest import Engine
 from tests.process.test_bad_input import assert_refused, cli
 from tests.process.test_pidfd import NOBODY, filter_file, needs
 from tests.process.test_refit import SLOW_S, StartEngine, StartTrainer, close_to, read_line
@@ -376,7 +377,7 @@ if child == 0:
     ip("addr", "add", "10.9.1.2/30", "dev", "veth1")
     ip("link", "set", "veth1", "up")
     with Link(tcp.connect(Address("10.9.1.1", number), deadline=time.monotonic() + 10)) as link:
-        print(json.dumps(link.local_host), flush=True)
+        os.write(1, json.dumps(link.local_host).encode() + b"\\n")  # one write: both sides write to one pipe
     os._exit(0)
 os.read(apart[0], 1)
 ip("link", "set", "lo", "up")
@@ -386,7 +387,7 @@ ip("link", "set", "veth0", "up")
 with tcp.listen(Address("0.0.0.0", 0)) as listener:
     os.write(port[1], str(tcp.address_of(listener).port).encode())
     with Link(listener.accept()[0]) as link:
-        print(json.dumps(link.local_host), flush=True)
+        os.write(1, json.dumps(link.local_host).encode() + b"\\n")
 assert os.waitpid(child, 0)[1] == 0
 """
 
