@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.compose.stack import PROFILES, check
 
 SERVICES = {
     "colocated": {"model", "engine", "trainer"},
-    "disagg": {"model", "engine-model", "engine-0", "engine-1", "trainer-disagg"},
+    "disagg": {"model", "engine-model", "head", "engine-0", "engine-1", "trainer-disagg"},
     "disagg-more": {f"engine-{number}" for number in range(2, 8)},
 }
 
@@ -70,9 +71,16 @@ def test_engines_apart_differ_in_name_and_address_only() -> None:
         environment = engine["environment"]
         assert environment.pop("SYNCSTACK_ENGINE_NAME") == name
         assert environment.pop("SYNCSTACK_LISTEN") == f"tcp://{name}.link:7000"
+        assert environment.pop("SYNCSTACK_ENGINE_URL") == f"http://{name}.link:8000"
         assert engine.pop("networks") == {"engines": {}, "link": {"aliases": [f"{name}.link"]}}
         engine.pop("profiles", None)
         assert engine == engines["engine-0"], name
+
+
+def test_an_engine_runs_the_same_in_both_layouts() -> None:
+    services = resolved(layouts=("colocated", "disagg"))["services"]
+    told = services["trainer-disagg"]["environment"]["SYNCSTACK_ENGINE_COMMAND"]
+    assert shlex.split(told) == services["engine"]["command"]
 
 
 def test_the_default_profile_is_restrictive() -> None:
@@ -107,9 +115,12 @@ def test_gpu_file_adds_one_device_and_keeps_the_hardening() -> None:
 def test_a_model_folder_is_mounted_read_only() -> None:
     variables = {"MODEL": "/somewhere/model", "MODEL_PATH": "/model"}
     project = resolved("docker/compose.model.yaml", layouts=(*SERVICES,), **variables)
+    del project["services"]["head"]  # holds no model
     for name, service in project["services"].items():
         mounts = [volume for volume in service["volumes"] if volume["type"] == "bind"]
         assert [(mount["source"], mount["target"], mount["read_only"]) for mount in mounts] == [
             ("/somewhere/model", "/model", True)
         ], name
-        assert "/model" in service["command"]
+        if not name.startswith("engine-"):  # those are told what to run
+            assert "/model" in service["command"], name
+    assert "/model" in project["services"]["trainer-disagg"]["environment"]["SYNCSTACK_ENGINE_COMMAND"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -31,7 +32,11 @@ def test_engine_that_ends_while_starting(variables: dict[str, str]) -> None:
 def test_one_engine_of_several_that_ends_while_starting(variables: dict[str, str]) -> None:
     result = run("docker/up", timeout_s=600, LAYOUT="disagg", ENGINE_ARGS="--no-such-option", **variables)
     assert result.returncode == 1, result.stdout
-    assert result.stdout.splitlines()[-1].startswith("error: the engine ended while starting (exit status ")
+    assert (
+        "error: too few engines live (observed: engine-0 dead its process ended with 2; engine-1 dead" in result.stdout
+    )
+    for name in ("engine-0", "engine-1"):
+        assert re.search(f"^the first error of {name}'s log: .*no-such-option", result.stdout, re.MULTILINE)
     assert containers(variables["PROJECT"]) == []
     assert not list((ROOT / ".run").glob(f"{variables['PROJECT']}*")), "the token was left"
 
