@@ -8,7 +8,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 
 # Unset ones keep the defaults of docker/up; `make X=y` and `X=y make` are the same.
-export ENGINES SECCOMP MODEL DTYPE STEPS SEED PORT THREADS DETACH ENGINE_TIMEOUT ENGINE_ARGS OUT PROJECT TAG BASE_IMAGE TORCH_INDEX UPGRADE PROFILES
+export LAYOUT REGISTRY START_S ENGINES SECCOMP MODEL DTYPE STEPS SEED PORT THREADS DETACH ENGINE_TIMEOUT ENGINE_ARGS OUT PROJECT TAG BASE_IMAGE TORCH_INDEX UPGRADE PROFILES
 
 BIN := .venv/bin
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
@@ -26,6 +26,14 @@ up-disagg: wheels ## The same with ENGINES=n engines (2) that share nothing with
 .PHONY: down
 down: ## End this checkout's stack (the prepared model stays)
 	@docker/down
+
+.PHONY: up-k8s
+up-k8s: ## The same in the cluster of kubectl's context (LAYOUT=colocated|disagg, SECCOMP=...|RuntimeDefault, REGISTRY=)
+	@k8s/up
+
+.PHONY: down-k8s
+down-k8s: ## End it
+	@k8s/down
 
 .PHONY: logs
 logs: ## Follow the containers' logs
@@ -52,14 +60,14 @@ wheels: ## Fetch torch into wheels/ if this machine's pip has a place of its own
 	@docker/wheels
 
 .PHONY: test
-test: lint verify-seccomp verify-report-schema test-unit test-process test-compose ## Everything, in this order, up to the first failure
+test: lint verify-seccomp verify-report-schema test-unit test-process test-k8s test-compose ## Everything, in this order, up to the first failure
 
 .PHONY: lint
 lint: dev ## ruff, mypy --strict, shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck --external-sources --source-path=SCRIPTDIR docker/dev docker/down docker/healthcheck docker/lib.sh docker/lock docker/up docker/wheels .ci/run
+	$(BIN)/shellcheck --external-sources --source-path=SCRIPTDIR docker/dev docker/down docker/healthcheck docker/lib.sh docker/lock docker/up docker/wheels k8s/down k8s/lib.sh k8s/up .ci/run
 
 .PHONY: test-unit
 test-unit: dev ## Fast tests, no Docker
@@ -72,6 +80,10 @@ test-process: dev ## Trainer and engine as real processes under each profile
 .PHONY: test-compose
 test-compose: dev images ## The real containers, once per profile (PROFILES="a b": these only)
 	$(BIN)/pytest tests/compose
+
+.PHONY: test-k8s
+test-k8s: dev ## Both layouts in a cluster that has the images, under each profile
+	$(BIN)/pytest tests/k8s
 
 .PHONY: faults
 faults: dev ## docs/faults.md from a run of every fault in every phase

@@ -168,6 +168,10 @@ class EngineClient:
         """The engine's state now."""
         return self._call("GET", "/state", StateReport, deadline_s=self._settings.control_s)
 
+    def end(self) -> None:
+        """Let the engine's server end as SIGTERM would, running requests included. Raises EngineBusy during a refit."""
+        self._call("POST", "/end", StateReport, deadline_s=self._settings.control_s)
+
     def begin(self, session: str, version: int, tensors: tuple[ParamMeta, ...], *, stand_s: float = 0.0) -> Lease:
         """Open a session. ``stand_s``: see BeginRequest. Raises ManifestMismatch or EngineBusy; nothing has changed
         then."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from syncstack.errors import DeadlineExceeded, LoadFailed, SyncstackError
+from syncstack.errors import DeadlineExceeded, EngineBusy, LoadFailed, SyncstackError
 from syncstack.refit.messages import BeginRequest, EngineInfo, ErrorReply, StepReply, StepRequest, WorkerInfo
-from syncstack.refit.state import EngineState, Step
+from syncstack.refit.state import EngineState, StateReport, Step
 from syncstack.settings import PauseMode
 from syncstack.weights.manifest import compare, fingerprint
 from syncstack.weights.meta import ParamMeta
@@ -27,6 +29,9 @@ RESUME_S = 10.0
 """How long an engine may take to resume, or a worker to drop a session."""
 
 DRAIN_POLL_S = 0.01
+
+END_S = 0.2
+"""For the answer to go out, before the server that sends it is told to end."""
 
 
 class EngineHost(Protocol):
@@ -146,6 +151,16 @@ class Control:
         async with self._lock:
             workers = await getattr(self, f"_step_{name}")(request)
         return StepReply(state=self.state.report(), workers=tuple(workers or ()))
+
+    async def end(self) -> StateReport:
+        """End the engine's server as SIGTERM would, once this has been answered. Raises EngineBusy while a session is
+        open."""
+        async with self._lock:
+            if self.state.session is not None:
+                raise EngineBusy("a refit is open on this engine", next_step="ask again when it is over")
+            log.info("its trainer has done its work: the engine ends")
+            asyncio.get_running_loop().call_later(END_S, os.kill, os.getpid(), signal.SIGTERM)
+            return self.state.report()
 
     async def _step_pause(self, request: StepRequest) -> None:
         self.state.advance(Step.PAUSED, request.session)  # the gate closes before the engine drains

@@ -28,6 +28,10 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/v
 
 HEALTH_PATH = "/health"
 
+READY_PATH = "/ready"
+"""200 while a request would be served, 503 with the reason while it would not; asked for by who routes requests, such
+as a kubelet. It is the gate's own answer on the engine's port, and says what any request would find out."""
+
 
 class Gate:
     """Refuses every request that could generate while the weights are not verified.
@@ -63,6 +67,9 @@ class Gate:
             await self._refuse(scope, send, wanted)
             return
         version = str(self._state.version).encode()
+        if path == READY_PATH:
+            await _send(send, 200, [(VERSION_HEADER, version)], b"")
+            return
         self._state.in_flight += 1
         try:
             await self._serve(scope, receive, send, version)
@@ -117,5 +124,9 @@ async def _answer(
     """A refusal in the form of OpenAI's errors."""
     error = {"message": message, "type": kind, "code": status}
     headers = [(b"content-type", b"application/json"), *headers]
+    await _send(send, status, headers, json.dumps({"error": error}).encode())
+
+
+async def _send(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+    await send({"type": "http.response.body", "body": body})

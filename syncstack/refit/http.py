@@ -1,7 +1,8 @@
 """The control endpoint as HTTP, on a unix socket or over TCP; the routes do not know which.
 
-Routes: ``GET /hello``, ``GET /state``, ``POST /begin`` (a stream: the lease), and ``POST`` of each step. Over TCP each
-request carries ``Authorization: Bearer``; see ``wire/auth.py`` for what that proves and what it does not.
+Routes: ``GET /hello``, ``GET /state``, ``POST /begin`` (a stream: the lease), ``POST`` of each step, and ``POST
+/end``. Over TCP each request carries ``Authorization: Bearer``; see ``wire/auth.py`` for what that proves and what it
+does not.
 """
 
 from __future__ import annotations
@@ -101,6 +102,9 @@ def build_app(control: Control) -> Starlette:
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
+    async def end(_: Request) -> Response:
+        return _json(await control.end())
+
     async def step(request: Request) -> Response:
         return _json(await control.step(request.url.path[1:], await _body(request, StepRequest)))
 
@@ -115,6 +119,7 @@ def build_app(control: Control) -> Starlette:
             Route("/hello", hello),
             Route("/state", state),
             Route("/begin", begin, methods=["POST"]),
+            Route("/end", end, methods=["POST"]),
             *(Route(f"/{name}", step, methods=["POST"], name=name) for name in STEPS),
         ],
         exception_handlers={SyncstackError: on_error, Exception: on_error},

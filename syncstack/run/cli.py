@@ -52,13 +52,16 @@ def run(
     metrics: Annotated[
         str | None, typer.Option(envvar="SYNCSTACK_METRICS", help="Serve Prometheus metrics at ADDRESS:PORT.")
     ] = None,
+    end_engines: Annotated[
+        bool, typer.Option("--end-engines", help="End the engines once the job has succeeded: a batch job's, say.")
+    ] = False,
     layout: Annotated[str, typer.Option(envvar="SYNCSTACK_LAYOUT", help="Written into the report.")] = "colocated",
 ) -> None:
     """Train: samples from the engines, an update, the new weights back into all of them, and proof of each."""
     folder = validate(model)
     function = load_job(job)
     settings = Settings.load()
-    addresses, urls = engines_of(settings, engine, engine_url)
+    addresses, urls = engines_of(settings, engine, engine_url, end_engines=end_engines)
     prepare_out(out)
     expose(metrics)
     console = Console(file=sys.stdout)
@@ -67,7 +70,7 @@ def run(
     status, error = "failed", None
     try:
         with table, terminable():
-            execute(function, recorder, settings, addresses, urls, folder, steps, seed, out)
+            execute(function, recorder, settings, addresses, urls, folder, steps, seed, out, end_engines=end_engines)
         status = "ok"
     except KeyboardInterrupt:
         status, error = "interrupted", "stopped by a signal"
@@ -136,16 +139,16 @@ def prepare_out(out: Path) -> None:
 
 
 def engines_of(
-    settings: Settings, engine: Sequence[str] | None, engine_url: Sequence[str] | None
+    settings: Settings, engine: Sequence[str] | None, engine_url: Sequence[str] | None, *, end_engines: bool
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Addresses and URLs of the engines; with a fleet, their names, and no URL is known yet. Raises UsageError."""
     if not settings.fleet:
         addresses = engine or [f"unix:{settings.socket_dir / settings.engine_name}"]
         return addresses, urls_of(addresses, engine_url)
-    if engine or engine_url:
+    if engine or engine_url or end_engines:
         raise UsageError(
-            "the engines of this run were placed by syncstack launch",
-            observed="--engine or --engine-url",
+            "the engines of this run were placed by syncstack launch, which ends them too",
+            observed="--engine, --engine-url or --end-engines",
             consequence="Nothing was started",
             next_step="leave them out",
         )
@@ -209,8 +212,10 @@ def execute(
     steps: int,
     seed: int,
     out: Path,
+    *,
+    end_engines: bool,
 ) -> None:
-    """Connect, run the job, disconnect."""
+    """Connect, run the job, end the engines if they are to end with it, disconnect."""
     with ExitStack() as stack:
         with recorder.phase("connect"):
             crew = stack.enter_context(crew_of(settings, addresses, urls))
@@ -229,6 +234,9 @@ def execute(
         )
         with recorder.phase("job"):
             job(context)
+        if end_engines:
+            with recorder.phase("end the engines"):
+                crew.end()
 
 
 def crew_of(settings: Settings, addresses: Sequence[str], urls: Sequence[str]) -> AbstractContextManager[Crew]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from syncstack.errors import SyncstackError
 from syncstack.refit.client import EngineClient
 from syncstack.refit.coordinator import Coordinator
 from syncstack.run.context import Refits
 from syncstack.settings import Settings
 from syncstack.weights.source import WeightSource
+
+log = logging.getLogger(__name__)
 
 
 class Crew:
@@ -26,6 +30,15 @@ class Crew:
         self.urls = urls
         """Where each engine's OpenAI-compatible API answers, in the order of ``engines``."""
         self.make_coordinator = make_coordinator
+
+    def end(self) -> None:
+        """End each engine's server. One that cannot be reached is said and left."""
+        for engine in self.engines:
+            try:
+                engine.reset()  # the job may have closed its connections
+                engine.end()
+            except SyncstackError as error:
+                log.warning("engine %s was not ended: %s", engine.name, error)
 
 
 @contextmanager

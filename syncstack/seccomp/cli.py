@@ -1,4 +1,5 @@
-"""``syncstack seccomp``: generate, verify, check, explain and compare profiles; run or record a command under one."""
+"""``syncstack seccomp``: generate, verify, check, explain and compare profiles; run or record a command under one; put
+them on a node, and wait for them there."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from syncstack.output import Output, OutputOption
 from syncstack.seccomp import check as checker
 from syncstack.seccomp import diff as differ
 from syncstack.seccomp import generate as generator
+from syncstack.seccomp import install as installer
 from syncstack.seccomp import record as recorder
 from syncstack.seccomp import render
 from syncstack.seccomp.apply import apply as apply_profile
@@ -23,10 +25,11 @@ from syncstack.seccomp.apply import execute, restore_signals
 from syncstack.seccomp.compile import Compiled
 from syncstack.seccomp.explain import explain as explain_call
 from syncstack.seccomp.load import DOCKER_CAPABILITIES, NAMES, RUNTIMES, load
+from syncstack.wire.tcp import Address
 
 app = typer.Typer(
     name="seccomp",
-    help="The seccomp profiles: generate, verify, check, explain, diff, run, record.",
+    help="The seccomp profiles: generate, verify, check, explain, diff, run, record, install, await.",
     no_args_is_help=True,
 )
 
@@ -169,3 +172,31 @@ def record(
     if found.exit is None:
         raise DeadlineExceeded(f"the command was ended after {timeout:g} s", next_step="give more by --timeout")
     raise typer.Exit(found.exit if found.exit >= 0 else 128 - found.exit)
+
+
+@app.command()
+def install(
+    source: Annotated[Path, typer.Argument(help="Folder with the profiles.", file_okay=False)],
+    target: Annotated[Path, typer.Argument(help="Folder on the node, below its kubelet's `seccomp`.", file_okay=False)],
+    serve: Annotated[
+        str, typer.Option(help="Then answer for what was installed at ADDRESS:PORT, until SIGTERM.", show_default=False)
+    ] = "",
+) -> None:
+    """Write profiles into a folder, each at once or not at all. A node's kubelet reads them there."""
+    address = Address.parse(f"tcp://{serve}") if serve else None
+    digests = installer.install(source, target)
+    for name, digest in digests.items():
+        typer.echo(f"installed {target / name}, sha256 {digest}")
+    if address is not None:
+        installer.serve(digests, address)
+
+
+@app.command("await")
+def await_profile(
+    profile: Annotated[Path, typer.Argument(help="The profile that the node is to have.", exists=True, dir_okay=False)],
+    at: Annotated[str, typer.Option(help="Where the node's installer answers, http://HOST:PORT.")],
+    wait: Annotated[float, typer.Option(min=0, help="Seconds.")] = 120.0,
+) -> None:
+    """Wait until this node has a profile, this very content: a pod's first container, before the ones it is for."""
+    installer.await_installed(profile, at, wait, typer.echo)
+    typer.echo(f"this node has seccomp profile {profile.name}")

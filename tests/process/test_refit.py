@@ -305,3 +305,20 @@ def test_d47_a_version_that_changes_nothing_is_said(
         assert [coordinator.refit(version)[0].unchanged_since for version in (4, 4)] == [None, None]
     said = [record.getMessage() for record in caplog.records if "not one byte" in record.getMessage()]
     assert [line.partition(" has")[0] for line in said] == ["version 2"]
+
+
+def test_an_engine_ends_when_its_trainer_says_so_but_not_under_a_refit(
+    socket_dir: Path, start_engine: StartEngine
+) -> None:
+    engine = start_engine()
+    client = EngineClient.connect(f"unix:{socket_dir}/engine-0", settings=Settings.load(socket_dir=socket_dir))
+    try:
+        lease = client.begin("a-session", 1, client.info.tensors)
+        with pytest.raises(EngineBusy, match="a refit is open"):
+            client.end()
+        client.step("abort", StepRequest(session="a-session"), deadline_s=5)
+        lease.close()
+        client.end()
+    finally:
+        client.close()
+    assert engine.process.wait(10) == 0

@@ -53,6 +53,24 @@ def test_an_updating_engine_says_try_again(path: str) -> None:
     assert response.json()["error"]["type"] == "engine_updating"
 
 
+def test_ready_is_who_would_serve_and_says_the_version() -> None:
+    state = EngineState()
+    assert run(state, "/ready").status_code == 503, "it starts"
+    state.started(held=True)
+    assert run(state, "/ready").json()["error"]["message"].startswith("the engine waits for its first refit")
+    state.begin(7, "one")
+    for step in (Step.PAUSED, Step.LOADING, Step.VERIFIED, Step.COMMITTED):
+        state.advance(step, "one")
+        assert run(state, "/ready").status_code == 503, step
+    state.resume("one")
+    response = run(state, "/ready")
+    assert (response.status_code, response.text, response.headers["x-syncstack-version"]) == (200, "", "7")
+    assert run(state, "/ready", x_syncstack_min_version="8").status_code == 503
+    state.taint("lost")
+    assert run(state, "/ready").status_code == 503
+    assert state.in_flight == 0
+
+
 def test_a_held_engine_says_what_it_waits_for() -> None:
     state = EngineState()
     state.started(held=True)

@@ -43,7 +43,7 @@ def start(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
 
     def go(body: Callable[..., Any]) -> int:
-        monkeypatch.setattr(cli, "execute", lambda job, recorder, *rest: body(recorder))
+        monkeypatch.setattr(cli, "execute", lambda job, recorder, *rest, **options: body(recorder))
         before = signal.getsignal(signal.SIGTERM)
         try:
             cli.run(job="a_job:main", model=model, out=tmp_path / "out", layout="colocated")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -150,7 +152,7 @@ def build_app(folder: Path, dtype: str, settings: Settings) -> Starlette:
 
 
 def serve(*, model: Path, host: str, port: int, dtype: str, settings: Settings) -> None:
-    """Run until a signal ends it."""
+    """Run until a signal ends it; SIGTERM is no failure."""
     import uvicorn
 
     from syncstack.engines.host import check_port
@@ -159,4 +161,5 @@ def serve(*, model: Path, host: str, port: int, dtype: str, settings: Settings) 
     read_metas(model)
     settings = claim(settings)
     check_port(host, port)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it once more when it has shut down
     uvicorn.run(build_app(model, dtype, settings), host=host, port=port, access_log=False, log_config=None)
