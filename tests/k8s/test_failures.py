@@ -68,7 +68,7 @@ def test_a_model_that_is_none_is_said_by_the_first_container_and_nothing_trains(
     apply(
         "  - target: { kind: Job }\n"
         "    patch: |-\n"
-        "      - { op: add, path: /spec/template/spec/initContainers/1/args/-, value: --model=/models/none }\n"
+        "      - { op: replace, path: /spec/template/spec/initContainers/1/args/5, value: --model=/models/none }\n"
     )
     said = until("the model was looked at", lambda: ended("model"))
     assert "error: " in said

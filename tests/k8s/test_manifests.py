@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import yaml
 
 from syncstack.seccomp.profile import parse
-from tests.compose.stack import ROOT, check
+from tests.compose.stack import ROOT, check, run
 
 RELEASES = ("1.25", "1.31", "1.37")
 SHIPPED = {
@@ -23,19 +25,29 @@ WORKLOADS = ("Job", "StatefulSet", "DaemonSet", "Deployment", "Pod")
 
 
 @cache
+def _text(folder: str) -> str:
+    return check("kubectl", "kustomize", folder)
+
+
 def rendered(folder: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(check("kubectl", "kustomize", folder)))
+    return list(yaml.safe_load_all(_text(folder)))
 
 
 @pytest.fixture(scope="module")
-def permissive(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A kustomization of a user's own, which takes another component."""
-    folder = ROOT / ".run" / tmp_path_factory.mktemp("k8s").parent.name
+def own() -> Iterator[str]:
+    """A kustomization of a user's own, which takes other components."""
+    folder = ROOT / ".run" / "k8s-own"
     folder.mkdir(parents=True, exist_ok=True)
+    components = ("seccomp-permissive", "model-volume", "disruption-budget")
     (folder / "kustomization.yaml").write_text(
-        "resources: [../../k8s/base/disagg]\ncomponents: [../../k8s/components/seccomp-permissive]\n"
+        "resources: [../../k8s/base/disagg]\n"
+        f"components: [{', '.join(f'../../k8s/components/{name}' for name in components)}]\n"
+        "configMapGenerator:\n"
+        "  - {name: settings, namespace: syncstack, behavior: merge, "
+        "literals: [SYNCSTACK_MODEL=/models/mine, OWN_MODEL=/models/mine]}\n"
     )
-    return str(folder.relative_to(ROOT))
+    yield str(folder.relative_to(ROOT))
+    shutil.rmtree(folder)
 
 
 def pods(folder: str) -> list[tuple[str, dict[str, Any]]]:
@@ -133,13 +145,38 @@ def test_the_profiles_are_flat_as_containerd_reads_no_conditions() -> None:
         assert all(rule.names and not rule.includes and not rule.excludes for rule in found.syscalls)
 
 
-def test_another_profile_is_another_component(permissive: str) -> None:
-    settings = [each for each in rendered(permissive) if each["metadata"]["name"].startswith("settings-")]
+def test_another_profile_is_another_component(own: str) -> None:
+    settings = [each for each in rendered(own) if each["metadata"]["name"].startswith("settings-")]
     assert [each["data"]["SYNCSTACK_PROFILE"] for each in settings] == ["permissive"]
-    for name, pod in pods(permissive):
+    for name, pod in pods(own):
         if name.startswith("syncstack/"):
             assert pod["securityContext"]["seccompProfile"]["localhostProfile"] == "syncstack/permissive.json"
             assert containers(pod)[0]["args"][-1] == "/profiles/permissive.json"
+
+
+def test_a_model_of_ones_own_is_a_claim_that_nobody_writes(own: str) -> None:
+    (settings,) = (each for each in rendered(own) if each["metadata"]["name"].startswith("settings-"))
+    assert (settings["data"]["SYNCSTACK_MODEL"], settings["data"]["OWN_MODEL"]) == ("/models/mine", "/models/mine")
+    for name, pod in pods(own):
+        if not name.startswith("syncstack/"):
+            continue
+        (models,) = (volume for volume in pod["volumes"] if volume["name"] == "models")
+        assert models.pop("persistentVolumeClaim") == {"claimName": "syncstack-models", "readOnly": True}
+        assert models == {"name": "models"}
+        assert [each["name"] for each in pod["initContainers"]] == ["profile", "model"]
+        assert pod["initContainers"][1]["args"][-1] == "--model=$(OWN_MODEL)"
+
+
+def test_the_budget_is_for_the_engines(own: str) -> None:
+    (budget,) = (each for each in rendered(own) if each["kind"] == "PodDisruptionBudget")
+    (engine,) = (each for each in rendered(own) if each["kind"] == "StatefulSet")
+    assert budget["spec"]["selector"]["matchLabels"].items() <= engine["spec"]["template"]["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_components_are_valid_by_the_schema_of_each_release(own: str, release: str) -> None:
+    for each in rendered(own):
+        kubernetes_validate.validate(each, release, strict=True)
 
 
 def test_the_layouts_run_what_compose_runs() -> None:
@@ -159,8 +196,6 @@ def test_the_layouts_run_what_compose_runs() -> None:
 
 @pytest.mark.parametrize("variables", [{"LAYOUT": "mixed"}, {"SECCOMP": "none"}, {"STEPS": "many"}], ids=str)
 def test_up_refuses_what_it_does_not_know_before_anything_is_asked(variables: dict[str, str], tmp_path: Path) -> None:
-    from tests.compose.stack import run
-
     result = run("k8s/up", KUBECONFIG=str(tmp_path / "none"), **variables)
     (name,) = variables
     assert (result.returncode, result.stdout.count("\n")) == (2, 1)
@@ -169,8 +204,6 @@ def test_up_refuses_what_it_does_not_know_before_anything_is_asked(variables: di
 
 
 def test_up_says_what_to_do_without_a_cluster(tmp_path: Path) -> None:
-    from tests.compose.stack import run
-
     result = run("k8s/up", KUBECONFIG=str(tmp_path / "none"))
     assert result.returncode == 2
     assert result.stdout.startswith("error: kubectl has no current context")
