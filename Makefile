@@ -119,6 +119,10 @@ report-schema: dev ## docs/report.schema.json from syncstack/run/schema.py
 verify-report-schema: dev ## Fails when docs/report.schema.json is not the report's
 	$(BIN)/python -m syncstack.run.schema --check docs/report.schema.json
 
+.PHONY: verify-manifests
+verify-manifests: dev ## Fails when the chart renders other objects than the kustomizations (kubectl, helm; no cluster)
+	$(BIN)/pytest tests/k8s/test_manifests.py tests/k8s/test_chart.py
+
 ##@ Other
 
 .PHONY: clean
