@@ -46,6 +46,23 @@ def test_every_service_is_hardened(profile: str) -> None:
         assert service.get("network_mode") in (None, "none"), name
 
 
+def test_f08_shared_memory_is_the_services_and_not_its_builds() -> None:
+    """docker/compose#6333: under `build` it is for the build, and the container has Docker's 64 MiB."""
+    services = resolved(layouts=(*SERVICES,))["services"]
+    engines = {name for name, service in services.items() if "engine-vllm" in service["image"]}
+    assert {name: int(services[name]["shm_size"]) for name in engines} == dict.fromkeys(engines, 512 << 20)
+    assert not [name for name, service in services.items() if "shm_size" in service.get("build", {})]
+
+
+def test_f08_the_running_engine_has_it(project: str) -> None:
+    """Of the container itself, which is what counts."""
+    argv = ("docker", "compose", "--profile", "colocated", "run", "--rm", "--no-deps", "--no-TTY", "engine")
+    size = check(
+        *argv, "df", "--output=size", "--block-size=1M", "/dev/shm", PROJECT=project, COMPOSE_PROJECT_NAME=project
+    )
+    assert size.split()[-1] == "512"
+
+
 def test_the_agreement_test_hardens_its_containers_alike() -> None:
     file = "tests/compose/agreement.yaml"
     command = ("docker", "compose", "--file", file, "--profile", "prepare", "config", "--format", "json")

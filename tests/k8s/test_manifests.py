@@ -34,6 +34,18 @@ def rendered(folder: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def sidecar() -> Iterator[str]:
+    """What needs a newer release than the test cluster's: rendered and checked, not run."""
+    folder = ROOT / ".run" / "k8s-sidecar"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kustomization.yaml").write_text(
+        "resources: [../../k8s/colocated]\ncomponents: [../../k8s/components/native-sidecar]\n"
+    )
+    yield str(folder.relative_to(ROOT))
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
 def own() -> Iterator[str]:
     """A kustomization of a user's own, which takes other components."""
     folder = ROOT / ".run" / "k8s-own"
@@ -165,6 +177,19 @@ def test_a_model_of_ones_own_is_a_claim_that_nobody_writes(own: str) -> None:
         assert models == {"name": "models"}
         assert [each["name"] for each in pod["initContainers"]] == ["profile", "model"]
         assert pod["initContainers"][1]["args"][-1] == "--model=$(OWN_MODEL)"
+
+
+@pytest.mark.parametrize("release", ["1.31", "1.37"])
+def test_the_engine_as_a_sidecar_comes_last_and_ends_by_itself(sidecar: str, release: str) -> None:
+    for each in rendered(sidecar):
+        kubernetes_validate.validate(each, release, strict=True)
+    ((_, pod),) = ((name, pod) for name, pod in pods(sidecar) if name == "syncstack/colocated")
+    ((_, base),) = ((name, pod) for name, pod in pods("k8s/colocated") if name == "syncstack/colocated")
+    assert [each["name"] for each in containers(pod)] == ["profile", "model", "engine", "trainer"]
+    engine = pod["initContainers"][-1]
+    assert engine.pop("restartPolicy") == "Always"
+    assert engine == base["containers"][1]
+    assert "--end-engines" not in pod["containers"][0]["args"]
 
 
 def test_the_budget_is_for_the_engines(own: str) -> None:
