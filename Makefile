@@ -67,7 +67,7 @@ lint: dev ## ruff, mypy --strict, shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck --external-sources --source-path=SCRIPTDIR docker/dev docker/down docker/healthcheck docker/lib.sh docker/lock docker/up docker/wheels k8s/down k8s/lib.sh k8s/up .ci/run
+	$(BIN)/shellcheck --external-sources --source-path=SCRIPTDIR docker/dev docker/down docker/healthcheck docker/input.sh docker/lib.sh docker/lock docker/up docker/wheels k8s/down k8s/lib.sh k8s/up .ci/run
 
 .PHONY: test-unit
 test-unit: dev ## Fast tests, no Docker

@@ -1,19 +1,14 @@
-# Sourced by docker/up and docker/down: names, the compose command line, and the one way to refuse.
+# Sourced by docker/up and docker/down: names and the compose command line.
 # shellcheck shell=bash
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+. docker/input.sh
 # One project per checkout, so that two of them do not collide. PROJECT= overrides.
 export COMPOSE_PROJECT_NAME=${PROJECT:-syncstack-$(pwd -P | cksum | cut -d' ' -f1)}
 export LAYOUT=${LAYOUT:-colocated} SECCOMP=${SECCOMP:-restrictive} PORT=${PORT:-8000}
 export DOCKER_BUILDKIT=1 COMPOSE_PROFILES=${COMPOSE_PROFILES:-$LAYOUT} COMPOSE_IGNORE_ORPHANS=1
 # The secret of the disagg layout; written by docker/up, removed by docker/down.
 export TOKEN_FILE=$PWD/.run/$COMPOSE_PROJECT_NAME.token
-
-# refuse TEXT: bad input; one line, exit 2. Nothing has been started when it is called.
-refuse() {
-    echo "error: $1" >&2
-    exit 2
-}
 
 # compose ARGUMENT...: docker compose with the files that SECCOMP and MODEL ask for
 compose() {
@@ -33,9 +28,4 @@ check_docker() {
     version=${version#v}
     [[ $(printf '%s\n' 2.24.4 "$version" | sort -V | head -n 1) == 2.24.4 ]] \
         || refuse "docker compose is too old (observed: $version; expected: 2.24.4 or newer). Next: update docker-compose-plugin"
-}
-
-# positive NAME VALUE: a whole number above 0
-positive() {
-    [[ $2 =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$1 is not a positive number (observed: $2)"
 }

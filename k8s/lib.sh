@@ -1,14 +1,9 @@
-# Sourced by k8s/up and k8s/down: the cluster, and the one way to refuse.
+# Sourced by k8s/up and k8s/down: the cluster.
 # shellcheck shell=bash
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+. docker/input.sh
 export NAMESPACE=syncstack RUN=.run/k8s
-
-# refuse TEXT: bad input; one line, exit 2. Nothing has been started when it is called.
-refuse() {
-    echo "error: $1" >&2
-    exit 2
-}
 
 # The cluster of kubectl's current context; without one, the only cluster of kind.
 find_cluster() {

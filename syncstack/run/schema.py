@@ -6,13 +6,13 @@ Adding a field keeps ``schema_version``; renaming, removing or changing the mean
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+
+from syncstack.files import write_whole
 
 SCHEMA_VERSION: Literal[2] = 2
 
@@ -140,22 +140,12 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def write(report: RunReport, path: Path) -> None:
     """Replace ``path`` with ``report``: a reader sees the old file or the new one, never a part. Raises OSError."""
-    write_text(path, msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    write_whole(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write through a temporary file in the same folder, flushed to disk, then renamed."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    """``write_whole`` of text, as UTF-8."""
+    write_whole(path, text.encode())
 
 
 def read(path: Path) -> RunReport:

@@ -8,9 +8,7 @@ answer. It asks for the content and not for a name: after an update of a profile
 from __future__ import annotations
 
 import hashlib
-import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +19,7 @@ from pathlib import Path
 import httpx
 
 from syncstack.errors import DeadlineExceeded, ProfileError, SettingsError
+from syncstack.files import write_whole
 from syncstack.seccomp.profile import parse
 from syncstack.wire.tcp import Address
 
@@ -48,7 +47,9 @@ def install(source: Path, target: Path) -> dict[str, str]:
     try:
         target.mkdir(parents=True, exist_ok=True)
         for name, content in found.items():
-            _replace(target / name, content)
+            # A kubelet that reads meanwhile finds the old profile or the new one.
+            if not (target / name).is_file() or (target / name).read_bytes() != content:
+                write_whole(target / name, content)
     except OSError as error:
         raise SettingsError(
             f"profiles cannot be written to {target}",
@@ -56,23 +57,6 @@ def install(source: Path, target: Path) -> dict[str, str]:
             next_step="run this as the folder's owner; a container that installs profiles needs uid 0, no capability",
         ) from None
     return {name: digest(content) for name, content in found.items()}
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """A kubelet that reads meanwhile finds the old profile or the new one."""
-    if path.is_file() and path.read_bytes() == content:
-        return
-    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(fd)
-            os.fchmod(fd, 0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def serve(digests: Mapping[str, str], address: Address) -> None:

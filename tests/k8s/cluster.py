@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,14 +43,26 @@ def until(what: str, found: Callable[[], T | None], timeout_s: float = START_S) 
         time.sleep(1)
 
 
-def running(name: str) -> dict[str, str] | None:
-    """The pods of an application, by container; None until all of a pod's containers run."""
-    found = {}
+@contextmanager
+def kustomization(name: str, text: str) -> Iterator[str]:
+    """A folder with a kustomization over the checkout's k8s/, as a user's own would be; its path from the checkout."""
+    folder = ROOT / ".run" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / "kustomization.yaml").write_text(text)
+        yield str(folder.relative_to(ROOT))
+    finally:
+        shutil.rmtree(folder)
+
+
+def running(name: str) -> set[str] | None:
+    """POD/CONTAINER of each container of an application; None until all of them run."""
+    found = set()
     for pod in get("pods", f"--selector=app.kubernetes.io/name={name}")["items"]:
         for status in pod["status"].get("containerStatuses", []):
             if "running" not in status["state"]:
                 return None
-            found[f"{pod['metadata']['name']}/{status['name']}"] = pod["metadata"]["name"]
+            found.add(f"{pod['metadata']['name']}/{status['name']}")
     return found or None
 
 

@@ -67,8 +67,6 @@ def test_it_renders_what_the_kustomization_renders(choice: tuple[str, str]) -> N
     layout, seccomp = choice
     ours = comparable(template(f"layout={layout}", f"seccomp={seccomp}"))
     theirs = comparable(list(yaml.safe_load_all(check("kubectl", "kustomize", SAME[choice]))))
-    if seccomp == "RuntimeDefault":
-        ours.pop(("DaemonSet", "syncstack-seccomp", "installer"), None)
     assert ours.keys() == theirs.keys()
     for key, each in ours.items():
         assert each == theirs[key], key

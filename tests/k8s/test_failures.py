@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.compose.stack import ROOT, check, run
-from tests.k8s.cluster import get, kubectl, until
+from tests.compose.stack import check, run
+from tests.k8s.cluster import get, kubectl, kustomization, until
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-FOLDER = ".run/k8s-test"
 
 Apply = Callable[[str], None]
 
@@ -22,13 +19,11 @@ def apply() -> Iterator[Apply]:
     """Apply the colocated layout under the restrictive profile, with patches."""
 
     def start(patches: str) -> None:
-        (ROOT / FOLDER).mkdir(parents=True, exist_ok=True)
-        (ROOT / FOLDER / "kustomization.yaml").write_text(f"resources: [../../k8s/colocated]\npatches:\n{patches}")
-        check("kubectl", "apply", "--kustomize", FOLDER)
+        with kustomization("k8s-test", f"resources: [../../k8s/colocated]\npatches:\n{patches}") as folder:
+            check("kubectl", "apply", "--kustomize", folder)
 
     yield start
     run("make", "down-k8s", timeout_s=180)
-    shutil.rmtree(ROOT / FOLDER, ignore_errors=True)
 
 
 def ended(container: str) -> str | None:

@@ -48,16 +48,19 @@ def test_it_trains_with_verified_refits_in_restricted_pods(training: Training, l
     places: set[str] = set()
     for application in APPLICATIONS[layout]:
 
-        def all_running(name: str = application) -> dict[str, str] | None:
+        def all_running(name: str = application) -> set[str] | None:
             training.going()
             return running(name)
 
-        places |= set(until(f"{application} runs", all_running))
+        places |= until(f"{application} runs", all_running)
     assert len(places) == CONTAINERS[layout]
-    assert {place: seccomp_mode(place) for place in places} == dict.fromkeys(places, 2)
+    modes = {place: seccomp_mode(place) for place in places}
+    assert modes == dict.fromkeys(places, 2)
+    getfd = set()
     for place in places:
         facts = json.loads(inside(place, "python", "-m", "syncstack.facts"))
-        assert (place, facts["syscalls"]["pidfd_getfd"]["verdict"]) == (place, GETFD[profile])
+        getfd.add(facts["syscalls"]["pidfd_getfd"]["verdict"])
+        assert (place, getfd) == (place, {GETFD[profile]})
         assert (facts["uid"], facts["no_new_privs"], facts["capabilities"]["effective"]) == (10001, True, [])
 
     def first_refit() -> float | None:
@@ -70,10 +73,8 @@ def test_it_trains_with_verified_refits_in_restricted_pods(training: Training, l
     refits = re.search(rf"^refits +{expected} .*by {TRANSPORT[layout]}, median (\d+) ms", output, re.MULTILINE)
     assert refits is not None, output
     assert f"digests   equal in {expected} of {expected} refits" in output
-    ROWS.append(
-        f"{layout:<11} {profile:<15} {2:<8} {GETFD[profile]:<12} {TRANSPORT[layout]:<11} {expected:<7} {refits[1]:<5} "
-        f"{after:.0f} s"
-    )
+    seen = f"{max(modes.values()):<8} {getfd.pop():<12} {TRANSPORT[layout]:<11} {expected:<7} {refits[1]:<5}"
+    ROWS.append(f"{layout:<11} {profile:<15} {seen} {after:.0f} s")
     if layout == "disagg":
         until("engines are ready", lambda: _ready() == {"engine-0": True, "engine-1": True}, 60)
     else:

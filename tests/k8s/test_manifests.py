@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 
 from syncstack.seccomp.profile import parse
 from tests.compose.stack import ROOT, check, run
+from tests.k8s.cluster import kustomization
 
 RELEASES = ("1.25", "1.31", "1.37")
 SHIPPED = {
@@ -36,30 +36,24 @@ def rendered(folder: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def sidecar() -> Iterator[str]:
     """What needs a newer release than the test cluster's: rendered and checked, not run."""
-    folder = ROOT / ".run" / "k8s-sidecar"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "kustomization.yaml").write_text(
-        "resources: [../../k8s/colocated]\ncomponents: [../../k8s/components/native-sidecar]\n"
-    )
-    yield str(folder.relative_to(ROOT))
-    shutil.rmtree(folder)
+    text = "resources: [../../k8s/colocated]\ncomponents: [../../k8s/components/native-sidecar]\n"
+    with kustomization("k8s-sidecar", text) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[str]:
     """A kustomization of a user's own, which takes other components."""
-    folder = ROOT / ".run" / "k8s-own"
-    folder.mkdir(parents=True, exist_ok=True)
     components = ("seccomp-permissive", "model-volume", "disruption-budget")
-    (folder / "kustomization.yaml").write_text(
+    text = (
         "resources: [../../k8s/base/disagg]\n"
         f"components: [{', '.join(f'../../k8s/components/{name}' for name in components)}]\n"
         "configMapGenerator:\n"
         "  - {name: settings, namespace: syncstack, behavior: merge, "
         "literals: [SYNCSTACK_MODEL=/models/mine, OWN_MODEL=/models/mine]}\n"
     )
-    yield str(folder.relative_to(ROOT))
-    shutil.rmtree(folder)
+    with kustomization("k8s-own", text) as folder:
+        yield folder
 
 
 def pods(folder: str) -> list[tuple[str, dict[str, Any]]]:

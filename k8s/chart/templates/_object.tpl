@@ -9,7 +9,7 @@ Takes a dict: file, root (the chart's context), namespace, instance.
 {{- range $document := splitList "\n---\n" $text -}}
 {{- $object := fromYaml $document -}}
 {{- with $object.Error -}}{{- fail . -}}{{- end -}}
-{{- $_ := set $object.metadata "namespace" $call.namespace -}}
+{{- if ne $object.kind "Namespace" -}}{{- $_ := set $object.metadata "namespace" $call.namespace -}}{{- end -}}
 {{- with $call.instance -}}
 {{- $labels := dict "app.kubernetes.io/part-of" "syncstack" "app.kubernetes.io/instance" . -}}
 {{- $_ := set $object.metadata "labels" (merge (deepCopy $labels) ($object.metadata.labels | default dict)) -}}
