@@ -85,6 +85,17 @@ def check(hasher: DeviceHasher, flat: torch.Tensor) -> dict[str, int]:
     return {"odd": len(odd), "model": len(model)}
 
 
+def check_copy(hasher: DeviceHasher, flat: torch.Tensor) -> int:
+    """Copy and digest in one pass: the digests, and every byte of the places and around them."""
+    odd = [flat[offset : offset + size] for offset in OFFSETS for size in SIZES if size]
+    wholes = [torch.zeros(-(-one.nbytes // 16) * 16 + 16, dtype=torch.uint8, device="cuda") for one in odd]
+    found = hasher.copy(odd, [whole[: one.nbytes] for whole, one in zip(wholes, odd, strict=True)])
+    assert found.wait(deadline=time.monotonic() + 60) == [on_cpu(one) for one in odd], "not the CPU's digest"
+    for whole, one in zip(wholes, odd, strict=True):
+        assert torch.equal(whole[: one.nbytes], one) and not whole[one.nbytes :].any(), "the copy is another"
+    return len(odd)
+
+
 def sweep(flat: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
     """Milliseconds of the kernel by leaf size, blocks in one step and warps; all of one leaf size must agree."""
     numbers, found = constants().cuda(), []
@@ -97,7 +108,7 @@ def sweep(flat: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"leaf_kib": leaf_kib, "num_warps": warps, "unroll": unroll}
             for name, table in zip(("ms", "ms_small"), tables, strict=True):
                 hashes = torch.empty(len(table), dtype=torch.int64, device="cuda")
-                args, options = (table, numbers, hashes), {"UNROLL": unroll, "num_warps": warps}
+                args, options = (table, table, numbers, hashes), {"COPY": False, "UNROLL": unroll, "num_warps": warps}
                 row[name] = round(gpu_ms(partial(leaf_hashes[(len(table),)], *args, **options), rounds), 3)
                 known = hashes if known is None else known
                 if name == "ms":
@@ -124,13 +135,16 @@ def measure(rounds: int) -> dict[str, Any]:
 
     first_ms = wall_ms(partial(whole, [flat[:1]]), 1)
     compared = check(hasher, flat)
+    compared["copied"] = check_copy(hasher, flat)
     model = views(flat, 0)
+    targets = leaf_table(spans(views(target, 0)))[:, 0].contiguous().cuda()
     small_bytes = sum(tensor.nbytes for tensor in model[SMALL])
     elsewhere = [wall_ms(partial(whole, views(flat[shift:], 0)), 1) for shift in range(256, 256 * 6, 256)]
     ms = {
         "copy": copy(num_bytes),
         "digest": kernel(model),
         "copy_again": copy(num_bytes),
+        "copy_and_digest": gpu_ms(partial(launch, leaf_table(spans(model)).cuda(), numbers, targets=targets), rounds),
         "digest_at_8": kernel(views(flat, 8)),
         "digest_at_1": kernel(views(flat, 1)),
         "digest_small": kernel(model[SMALL]),

@@ -59,14 +59,34 @@ def leaf_table(spans: Spans, *, leaf_bytes: int = LEAF_BYTES) -> torch.Tensor:
     return torch.stack((address.repeat_interleave(counts) + offset, left.clamp(max=leaf_bytes)), 1)
 
 
-def launch(table: torch.Tensor, numbers: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Hash the leaves of ``table`` on the current stream; returns the hashes, int64 [leaves], where the table is: in
-    ``out`` if that is given."""
+def leaf_targets(spans: Spans, places: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return where every leaf of ``leaf_table(spans)`` is copied to, int64 [leaves]. Raises UsageError for places that
+    are not of their tensors' sizes, or do not begin at a multiple of 16 bytes."""
+    ends = tuple((place.data_ptr(), place.nbytes) for place in places)
+    if [nbytes for _, nbytes in ends] != [nbytes for _, nbytes in spans] or any(address % 16 for address, _ in ends):
+        raise UsageError(
+            "these tensors cannot be copied to these places",
+            observed=f"{sum(nbytes for _, nbytes in ends)} bytes in {len(ends)} places",
+            expected=f"{sum(nbytes for _, nbytes in spans)} bytes in {len(spans)}, each at a multiple of 16 bytes",
+        )
+    return leaf_table(ends)[:, 0].contiguous()
+
+
+def launch(
+    table: torch.Tensor,
+    numbers: torch.Tensor,
+    *,
+    targets: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Hash the leaves of ``table`` on the current stream, and copy each to its address of ``targets``, int64 [leaves],
+    if they are given; returns the hashes, int64 [leaves], where the table is: in ``out`` if that is given."""
     from syncstack.weights.digest_kernel import leaf_hashes
 
     hashes = torch.empty(len(table), dtype=torch.int64, device=table.device) if out is None else out
     if len(table):
-        leaf_hashes[(len(table),)](table, numbers, hashes, UNROLL=UNROLL, num_warps=1)
+        copied, to = targets is not None, table if targets is None else targets
+        leaf_hashes[(len(table),)](table, to, numbers, hashes, COPY=copied, UNROLL=UNROLL, num_warps=1)
     return hashes
 
 
@@ -114,6 +134,8 @@ class DeviceHasher:
         self._numbers = constants().to(device)
         self._device = self._numbers.device  # with its index
         self._spans: Spans = ()
+        self._ends: tuple[int, ...] | None = None
+        self._targets = torch.empty(0, dtype=torch.int64, device=device)
         self._last: Sequence[torch.Tensor] = ()
         self._table = torch.empty(0, 2, dtype=torch.int64, device=device)
 
@@ -126,11 +148,40 @@ class DeviceHasher:
         """
         if not (isinstance(tensors, tuple) and tensors is self._last):
             self._look_at(tensors)
+            self._last = tensors
         with torch.cuda.device(self._device):
             self._table.record_stream(torch.cuda.current_stream())
             return PendingDigests(self._spans, launch(self._table, self._numbers))
 
+    def copy(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> PendingDigests:
+        """As ``start``, and copy each tensor to its place in the same pass: the digests are those of what was written.
+
+        A place has its tensor's size, is contiguous and begins at a multiple of 16 bytes. Neither is kept. Raises
+        UsageError.
+        """
+        self._look_at(tensors)
+        self._look_where(places)
+        with torch.cuda.device(self._device):
+            for table in (self._table, self._targets):
+                table.record_stream(torch.cuda.current_stream())
+            return PendingDigests(self._spans, launch(self._table, self._numbers, targets=self._targets))
+
     def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._check(tensors)
+        spans = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
+        if spans != self._spans:
+            with torch.cuda.device(self._device):
+                self._table, self._spans, self._ends = leaf_table(spans).to(self._device), spans, None
+        self._last = ()
+
+    def _look_where(self, places: Sequence[torch.Tensor]) -> None:
+        """After ``_look_at``."""
+        ends = tuple(place.data_ptr() for place in places)
+        if ends != self._ends:
+            self._check(places)
+            self._targets, self._ends = leaf_targets(self._spans, places).to(self._device), ends
+
+    def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             if tensor.device != self._device or not tensor.is_contiguous():
                 raise UsageError(
@@ -138,8 +189,3 @@ class DeviceHasher:
                     observed=f"{'' if tensor.is_contiguous() else 'not '}contiguous, on {tensor.device}",
                     expected=f"contiguous, on {self._device}",
                 )
-        spans = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
-        if spans != self._spans:
-            with torch.cuda.device(self._device):
-                self._table, self._spans = leaf_table(spans).to(self._device), spans
-        self._last = tensors

@@ -50,6 +50,20 @@ def example_of(source: WeightSource) -> torch.Tensor | None:
     return source.example() if isinstance(source, Located) else None
 
 
+@runtime_checkable
+class Resident(Protocol):
+    """What a source also has if all its tensors can be held at once without taking memory: it is then read at once."""
+
+    def stays(self) -> bool:
+        """Whether iteration gives the weights' own memory, gathers nothing and makes nothing."""
+        ...
+
+
+def stays(source: WeightSource) -> bool:
+    """Whether a source says that its tensors can all be held at once."""
+    return isinstance(source, Resident) and source.stays()
+
+
 class ModuleSource:
     """The state dict of a ``torch.nn.Module``: parameters and persistent buffers.
 
@@ -62,9 +76,12 @@ class ModuleSource:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
+        self._sharded: bool | None = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return dict(self._module.state_dict(keep_vars=True))
+        tensors = dict(self._module.state_dict(keep_vars=True))
+        self._sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+        return tensors
 
     @staticmethod
     def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -105,6 +122,12 @@ class ModuleSource:
         """See Located. One on a GPU if there is any."""
         found = [_local(tensor).detach() for tensor in self._tensors().values() if tensor.numel()]
         return next((tensor for tensor in found if tensor.device.type == "cuda"), found[0] if found else None)
+
+    def stays(self) -> bool:
+        """See Resident. As of the last look at the module, of which each refit begins with one."""
+        if self._sharded is None:
+            self._tensors()
+        return not self._sharded
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         tensors = self._tensors()

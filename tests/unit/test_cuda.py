@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import torch
@@ -20,9 +20,12 @@ from hypothesis import strategies as st
 
 from syncstack.errors import DigestMismatch, GpuError, HandleRefused, LinkLost, SyncstackError, TransportError
 from syncstack.facts import collect
-from syncstack.transports.cuda import arena, handover, receiver
+from syncstack.transports.cuda import arena, handover, receiver, shown
+from syncstack.transports.cuda.digests import by_host
+from syncstack.transports.cuda.driver import Pending
 from syncstack.transports.cuda.receiver import CudaReceiver
 from syncstack.transports.cuda.sender import BY_FD, BY_IPC, CudaSender
+from syncstack.transports.cuda.shown import Shown
 from syncstack.transports.host_fd.handover import FdWay
 from syncstack.transports.session import LinkServer
 from syncstack.transports.staged import StagedVersion
@@ -35,8 +38,14 @@ from tests.unit.fake_gpu import CHUNK, DEVICE, FakeGpu, tensor_at
 class Weights:
     """A trainer's parameters at addresses that the test chooses."""
 
+    resident = True
+    """Whether it says that it gathers nothing."""
+
     def __init__(self, **tensors: torch.Tensor) -> None:
         self.tensors = tensors
+
+    def stays(self) -> bool:
+        return self.resident
 
     def metadata(self) -> Sequence[ParamMeta]:
         return [
@@ -132,6 +141,9 @@ def at(address: int, *shape: int, seed: int = 0) -> torch.Tensor:
     nbytes = 4 * int(torch.Size(shape).numel())
     tensor = tensor_at(address, nbytes).view(torch.float32).view(shape)
     return tensor.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+
+
+READ = pytest.mark.parametrize("resident", [True, False], ids=["read-at-once", "gathered"])
 
 
 def same(version: StagedVersion, source: Weights) -> bool:
@@ -244,10 +256,12 @@ def test_memory_that_is_of_another_kind_than_before_ends_one_version_and_not_the
         assert pair.gpu.calls["create"] == 1
 
 
-def test_plain_memory_is_copied_into_memory_that_can_be_handed_over_and_stays_there() -> None:
+@READ
+def test_plain_memory_is_copied_into_memory_that_can_be_handed_over_and_stays_there(resident: bool) -> None:
     with Pair() as pair:
         base = pair.gpu.malloc(1 << 20)
         source = Weights(a=at(base, 300), b=at(base + 4096, 3, 70000), c=at(pair.gpu.expandable(1), 9))
+        source.resident = resident
         for seed in range(3):
             source.tensors["b"].copy_(torch.randn(3, 70000, generator=torch.Generator().manual_seed(seed)))
             (version,) = pair.stage(source)
@@ -287,10 +301,12 @@ def test_no_room_for_a_copy_is_told_with_what_to_do_and_the_next_version_comes()
         assert same(pair.stage(source)[0], source)
 
 
-def test_a_value_that_cannot_be_read_as_it_lies_gets_a_buffer_that_is_kept() -> None:
+@READ
+def test_a_value_that_cannot_be_read_as_it_lies_gets_a_buffer_that_is_kept(resident: bool) -> None:
     with Pair() as pair:
         base = pair.gpu.expandable(2)
         source = Weights(on_host=torch.randn(50), strided=at(base, 40, 30).t(), cast=at(base + CHUNK, 100))
+        source.resident = resident
         want = [
             ParamMeta(name="on_host", dtype="float32", shape=(50,)),
             ParamMeta(name="strided", dtype="float32", shape=(30, 40)),
@@ -535,7 +551,62 @@ def test_two_hundred_versions_leave_nothing() -> None:
         assert pair.workers[0].gpu.open_handles() <= 7
 
 
-Step = st.sampled_from(["write", "replace", "grow", "shrink", "more", "fewer", "fail", "newcomer"])
+def test_copies_are_one_launch_and_with_gathered_values_no_more_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shown, "PENDING_BYTES", 3000)
+    copied: list[int] = []
+
+    class Counting(type(by_host)):  # type: ignore[misc]
+        def copy(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> Pending:
+            copied.append(len(tensors))
+            return super().copy(tensors, places)  # type: ignore[no-any-return]
+
+    with Pair() as pair:
+        pair.sender._shown._make_digester = lambda device: Counting()
+        base = pair.gpu.malloc(1 << 20)
+        source = Weights(**{f"w{number}": at(base + 4096 * number, 300) for number in range(6)})  # 1200 bytes each
+        for resident, launches in ((True, [6]), (False, [3, 3]), (True, [6]), (True, [6])):
+            source.resident = resident
+            source.tensors["w4"].add_(1)
+            copied.clear()
+            assert same(pair.stage(source)[0], source)
+            assert copied == launches
+
+
+def test_a_version_that_lies_otherwise_than_the_last_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair() as pair:
+        base, other = pair.gpu.malloc(1 << 20), pair.gpu.malloc(1 << 20)
+        source = Weights(a=at(base, 300), b=at(base + 4096, 20, 10))
+        looks: list[object] = []
+        one = Shown._looked_at
+
+        def counted(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+            looks.append(1)
+            return one(*args, **kwargs)
+
+        monkeypatch.setattr(Shown, "_looked_at", counted)
+
+        def looked(want: Sequence[ParamMeta] | None = None) -> bool:
+            looks.clear()
+            (version,) = pair.stage(source, want)
+            found = dict(version.views())
+            assert all(torch.equal(found[name], one) for name, one in source.tensors.items())
+            return bool(looks)
+
+        assert (looked(), looked()) == (True, False)
+        source.tensors["a"] = at(other, 300, seed=4)
+        assert (looked(), looked()) == (True, False)
+        source.tensors["b"] = at(base + 4096, 10, 20).t()
+        assert (looked(), looked()) == (True, False)  # of the same shape, in another order
+        pair.sender.retire()
+        assert (looked(), looked()) == (True, False)
+        cast = [ParamMeta(name="a", dtype="bfloat16", shape=(300,)), source.metadata()[1]]
+        source.tensors["a"] = source.tensors["a"].bfloat16().float()
+        assert looked(cast)
+
+
+Step = st.sampled_from(
+    ["write", "replace", "grow", "shrink", "more", "fewer", "fail", "newcomer", "malloc", "free", "gather"]
+)
 
 
 class Allocator:
@@ -544,6 +615,8 @@ class Allocator:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.segments = [(pair.gpu.expandable(2, room=30), 2)]
+        self.plain: list[int] = []
+        self.resident = True
 
     def do(self, step: str) -> None:
         gpu, (base, chunks) = self.pair.gpu, self.segments[-1]
@@ -562,12 +635,21 @@ class Allocator:
             self.segments.pop(0)
         elif step == "newcomer" and len(self.pair.workers) < 3:
             self.pair.workers.append(Worker())
+        elif step == "malloc":
+            self.plain.append(gpu.malloc(CHUNK))
+        elif step == "free" and self.plain:
+            self.plain.pop(0)
+        elif step == "gather":
+            self.resident = not self.resident
 
     def weights(self, seed: int) -> Weights:
-        return Weights(**{f"w{base}": at(base, chunks * CHUNK // 4, seed=seed) for base, chunks in self.segments})
+        lying = {f"w{base}": at(base, chunks * CHUNK // 4, seed=seed) for base, chunks in self.segments}
+        source = Weights(**lying, **{f"p{base}": at(base, 2000, seed=seed) for base in self.plain})
+        source.resident = self.resident
+        return source
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(Step, max_size=12))
 def test_whatever_the_allocator_does_a_loader_never_reads_stale_memory(steps: list[str]) -> None:
     with Pair() as pair:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from syncstack.errors import DeadlineExceeded, UsageError
 from syncstack.weights.digest import BLOCK_BYTES, LEAF_BYTES, Hasher, digest, root
-from syncstack.weights.digest_gpu import DeviceHasher, constants, leaf_table, roots
+from syncstack.weights.digest_gpu import DeviceHasher, constants, leaf_table, leaf_targets, roots
 
 MASK = (1 << 64) - 1
 SIZES = (0, 1, 7, 8, 63, 64, 1023, 1024, 1025, 5000, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1)
@@ -161,6 +161,18 @@ def test_the_leaves_of_the_table() -> None:
     assert roots(spans, hashes) == [root(nbytes, leaves) for (_, nbytes), leaves in zip(spans, packed, strict=True)]
 
 
+def test_where_the_leaves_are_copied_to() -> None:
+    room = torch.zeros(2 * LEAF_BYTES + 64, dtype=torch.uint8)
+    room = room[-room.data_ptr() % 16 :]
+    spans = ((5 << 20, LEAF_BYTES + 3), (7, 9))
+    places = [room[: LEAF_BYTES + 3], room[LEAF_BYTES + 16 :][:9]]
+    base = room.data_ptr()
+    assert leaf_targets(spans, places).tolist() == [base, base + LEAF_BYTES, base + LEAF_BYTES + 16]
+    for wrong in ([], places[:1], [places[0], room[LEAF_BYTES + 16 :][:8]], [places[0], room[LEAF_BYTES + 17 :][:9]]):
+        with pytest.raises(UsageError, match="cannot be copied to these places .*expected: 524300 bytes in 2"):
+            leaf_targets(spans, wrong)
+
+
 INTERPRETED = """
 import random, torch
 from syncstack.weights.digest import LEAF_BYTES, digest
@@ -174,6 +186,13 @@ parts += [data[16 : 16 + LEAF_BYTES], data[3 : 4 + LEAF_BYTES]]
 spans = tuple((part.data_ptr(), part.nbytes) for part in parts)
 found = roots(spans, launch(leaf_table(spans), constants()))
 assert found == [digest(part.numpy()) for part in parts]
+
+wholes = [torch.zeros(-(-part.nbytes // 16) * 16 + 16, dtype=torch.uint8) for part in parts]
+ends = tuple((whole.data_ptr() + -whole.data_ptr() % 16, part.nbytes) for whole, part in zip(wholes, parts))
+assert [end for end, _ in ends] == [whole.data_ptr() for whole in wholes]
+assert found == roots(spans, launch(leaf_table(spans), constants(), targets=leaf_table(ends)[:, 0].contiguous()))
+for whole, part in zip(wholes, parts):
+    assert torch.equal(whole[: part.nbytes], part) and not whole[part.nbytes :].any()
 """
 
 
@@ -224,6 +243,27 @@ class TestOnTheGpu:
         found = [each.wait(deadline=within(60))[0] for each in (pending, later, elsewhere)]
         assert found == wanted
         assert found[0] != found[1]
+
+    def test_a_copy_and_its_digests_in_one_pass(self, hasher: DeviceHasher) -> None:
+        data = torch.frombuffer(bytearray(DATA), dtype=torch.uint8).cuda()
+        for shift in range(3):  # the same places, with other tensors
+            parts = [data[at : at + size] for at in (shift, 8 + shift, 16, 17) for size in SIZES]
+            wholes = [torch.zeros(-(-part.nbytes // 16) * 16 + 16, dtype=torch.uint8, device="cuda") for part in parts]
+            places = [whole[: part.nbytes] for whole, part in zip(wholes, parts, strict=True)]
+            found = hasher.copy(parts, places).wait(deadline=within(60))
+            assert found == [digest(part.cpu().numpy()) for part in parts]
+            assert all(torch.equal(place, part) for place, part in zip(places, parts, strict=True))
+            assert not any(whole[part.nbytes :].any() for whole, part in zip(wholes, parts, strict=True))
+            assert hasher.start(places).wait(deadline=within(60)) == found
+
+    def test_no_place_for_a_tensor_is_refused_before_anything_is_copied(self, hasher: DeviceHasher) -> None:
+        tensor, room = torch.ones(100, device="cuda"), torch.zeros(202, device="cuda")
+        for places in ([], [room[:99]]):
+            with pytest.raises(UsageError, match="cannot be copied to these places"):
+                hasher.copy([tensor], places)
+        with pytest.raises(UsageError, match="not contiguous"):
+            hasher.copy([tensor], [room[:200:2]])
+        assert not room.any()
 
     def test_what_it_cannot_read_as_it_lies_is_refused(self, hasher: DeviceHasher) -> None:
         with pytest.raises(UsageError, match=r"observed: not contiguous, on cuda:0; expected: contiguous, on cuda:0"):

@@ -123,9 +123,20 @@ class Driver(Protocol):
         ...
 
 
-Digester = Callable[[Sequence[torch.Tensor]], Callable[[], list[str]]]
-"""Starts on the digests (see ``weights.digest``) of contiguous tensors of one device; what it returns blocks until they
-are known, and gives them in order."""
+Pending = Callable[[], list[str]]
+"""Digests (see ``weights.digest``) that are being computed: blocks until they are known, and gives them in order."""
+
+
+class Digester(Protocol):
+    """Starts on the digests of contiguous tensors of one device, behind what its current stream has to do."""
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Pending:
+        """Of tensors as they lie. They keep memory and content until the digests are known."""
+        ...
+
+    def copy(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> Pending:
+        """Copy each tensor to its place, of the same size, and give the digests of what the places then hold."""
+        ...
 
 
 def bare(device: str) -> str:

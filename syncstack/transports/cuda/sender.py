@@ -26,7 +26,7 @@ from syncstack.transports.cuda.table import OwnSegment, OwnTable
 from syncstack.transports.host_fd.handover import FdWay, default_way
 from syncstack.transports.values import ValueReader
 from syncstack.weights.manifest import WHOLE, Manifest, Share, Wanted, layout
-from syncstack.weights.source import WeightSource
+from syncstack.weights.source import WeightSource, stays
 from syncstack.wire.link import Link
 from syncstack.wire.messages import BucketReady, Offer, Staged, StageEnd, Table
 
@@ -67,7 +67,7 @@ class CudaSender:
         self._table = OwnTable(self._driver, kinds)
         self._known: Known = WeakKeyDictionary()
         self._values: list[torch.Tensor] = []
-        self._shown = Shown(self._driver, kinds, home)
+        self._shown = Shown(self._driver, kinds, home, digester)
         self._laid: tuple[Sequence[Wanted], Manifest] | None = None
 
     @property
@@ -102,10 +102,8 @@ class CudaSender:
         table, known, values = self._table, self._known, list[torch.Tensor]()
 
         def send() -> None:
-            self._shown.begin()
-            for slot, value in self._reader.values(source, wanted, manifest, stop):
-                values.append(self._shown.add(slot, value, total=manifest.total_bytes))
-            self._shown.copy()
+            pairs = self._reader.values(source, wanted, manifest, stop)
+            values.extend(self._shown.show(pairs, manifest, stay=stays(source)))
             pending = self._digests(values)  # while everything else is looked at
             offer = self._offer(table, values, manifest, session, version)
             _show(offer, table, known, given, ways, wait_s)
@@ -151,18 +149,20 @@ class CudaSender:
         )
 
     def _digests(self, values: Sequence[torch.Tensor]) -> Callable[[], tuple[str, ...]]:
-        """Start on the digests of all values; those that share their bytes share their digest."""
-        places = [(value.data_ptr(), value.nbytes) for value in values]
-        distinct = dict(zip(places, values, strict=True))
-        if not distinct:
-            return tuple
-        if self._digester is None:
-            self._digester = self._make_digester(values[0].device)
-        pending = self._digester(list(distinct.values()))
+        """Start on the digests that the copies have not begun; values that share their bytes share their digest."""
+        copied = [place for places, _ in self._shown.digests for place in places]
+        known = {_extent(place) for place in copied}
+        rest = list({_extent(value): value for value in values if _extent(value) not in known}.values())
+        pending = [found for _, found in self._shown.digests]
+        if rest:
+            if self._digester is None:
+                self._digester = self._make_digester(rest[0].device)
+            pending.append(self._digester(rest))
 
         def wait() -> tuple[str, ...]:
-            found = dict(zip(distinct, pending(), strict=True))
-            return tuple(found[place] for place in places)
+            found = [one for some in pending for one in some()]
+            by_extent = dict(zip(map(_extent, [*copied, *rest]), found, strict=True))
+            return tuple(by_extent[_extent(value)] for value in values)
 
         return wait
 
@@ -183,6 +183,10 @@ class CudaSender:
         """Let all memory go."""
         self.retire()
         self._reader.close()
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def _show(offer: Offer, own: OwnTable, known: Known, given: Given, ways: Mapping[Link, FdWay], wait_s: float) -> None:
